@@ -204,7 +204,7 @@ def test_another_template_is_other_rows(train, store, tmp_path):
 @pytest.mark.parametrize(
     ("options", "section", "why"),
     [
-        ({"rl": "orpo"}, {}, "rl: orpo has no reference log-probs"),
+        ({"rl": "orpo"}, {}, "rl: orpo does not use reference log-probs"),
         ({"load_in_8bit": True, "adapter": "lora", "lora_r": 4}, {}, "with load_in_8bit, the reference need not be"),
         ({"trainer_cls": "trl.DPOTrainer"}, {}, "trainer_cls trl.DPOTrainer does not take stored values"),
         ({}, {"on_miss": "score"}, "on_miss='score' needs a running service"),

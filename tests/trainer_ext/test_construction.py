@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from trl import DPOTrainer
 
-import reflogp.trainer.kto
+import reflogp.trainer.trainers
 from reflogp.store import UsageError
 from reflogp.trainer import CachedKTOTrainer, CachedReferenceMixin, MissingLogpsError
 from reflogp.trainer.trl_versions import refuse_liger_loss
@@ -119,7 +119,7 @@ class TestATRLWithoutTheHook:
             cached_trainer(use_liger_kernel=True)
 
     def test_kto(self, monkeypatch):
-        monkeypatch.setattr(reflogp.trainer.kto, "_found", None)
+        monkeypatch.setattr(reflogp.trainer.trainers, "_found", None)
         with pytest.raises(ImportError, match=r"hook `_precompute_ref_logps`, which TRL .* lacks\. .* tested with TRL"):
             CachedKTOTrainer()
 

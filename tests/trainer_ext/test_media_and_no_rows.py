@@ -48,7 +48,7 @@ def test_kto_refuses_them_too(cached_kto_trainer):
 
 
 def test_an_image_column_without_images_is_named(cached_trainer, dataset):
-    with pytest.raises(UsageError, match="remove it"):
+    with pytest.raises(UsageError, match="remove the column"):
         cached_trainer({"train_dataset": dataset.add_column("images", [[]] * len(dataset))})
     other = dataset.add_column("audio", [None] * len(dataset))
     assert "ref_chosen_logps" in cached_trainer({"train_dataset": other}).train_dataset.column_names

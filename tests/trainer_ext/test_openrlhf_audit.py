@@ -127,7 +127,7 @@ def test_steps_that_are_no_optimizer_steps(number, what, words, run, tmp_path, c
 def test_a_metric_that_is_not_the_mean(run, caplog):
     wrong = run()
     wrong.step(1, chosen_reward=0.7)
-    words = "chosen_reward is logged as 0.7, and the mean over all processes is 0.5"
+    words = "chosen_reward is logged as 0.7, but the mean over all processes is 0.5"
     assert wrong.audit.findings["metrics"] == [words]
     assert words in caplog.text
 

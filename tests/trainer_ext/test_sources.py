@@ -264,7 +264,7 @@ def test_sources_that_contradict_themselves(store, reference_folder):
     for arguments, words in (
         ({"on_miss": "score", "model": str(reference_folder), "dtype": "float32"}, "needs a running service"),
         ({"on_miss": "guess", "model": str(reference_folder), "dtype": "float32"}, "use error, score or compute"),
-        ({"reference": "sft"}, "a name that a service knows"),
+        ({"reference": "sft"}, "a name that a service gives"),
         ({}, "needs model="),
     ):
         with pytest.raises(UsageError, match=words):

@@ -35,7 +35,7 @@ from reflogp.store.texts import visible
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of rows whose problem is printed; the rest are counted.
+#: Maximum number of rows whose problem is printed; the other rows are counted.
 _PRINTED_ROWS = 10
 #: Seconds between two progress lines if stderr is not a terminal.
 _LINE_SECONDS = 30.0
@@ -64,7 +64,7 @@ class SafeConsole(Console):
         super().print(*(visible(thing) if isinstance(thing, str) else thing for thing in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Make all output safe: every table, bar and text is rendered here."""
+        """Escape unsafe characters in all output: every table, bar and text passes through this method."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text, keep="\n"), segment.style)
 
@@ -79,13 +79,13 @@ def missing_extra(extra: str, error: ImportError) -> ReflogpError:
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows --max-length drops. That is not an error."""
+    """Print how many rows --max-length drops. Dropped rows are not an error."""
     if rows:
         err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
 
 
 def print_json(summary: dict[str, Any]) -> None:
-    """Print one object on one line of stdout."""
+    """Print an object as one line of JSON on stdout."""
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.stdout.flush()
 
@@ -111,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with rate and time left, which also collects bad rows; `report` prints the first few of them."""
+    """A progress bar with rate and time left, which also collects bad rows and prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -133,7 +133,7 @@ class Bar(ProgressCallbacks):
         self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
-        """Show the progress of hashing weight files or of other work that counts `done` of `total` units."""
+        """Show that `done` of `total` units of work are done, such as bytes of weight files that have been hashed."""
         self._progress.update(self._task, completed=done, total=total)
 
     def line(self) -> str:
@@ -145,11 +145,11 @@ class Bar(ProgressCallbacks):
 
     def report(self) -> None:
         self._bad.print("left out (the others were kept)")
-        self._notes.print("kept, with a remark")
+        self._notes.print("kept, with a note")
 
 
 class _Rows:
-    """Rows with a text about each; the first few are printed, the rest are counted."""
+    """Rows, each with a text about it. The first rows are kept for printing, and all rows are counted."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
@@ -173,7 +173,7 @@ class _Rows:
 
 @contextmanager
 def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """Print `line()` on stderr every 30 seconds during the block; print nothing if stderr is a terminal."""
+    """Print the result of `line` on stderr every 30 seconds during the block; print nothing if stderr is a terminal."""
     if err.is_terminal:
         yield
         return
@@ -194,7 +194,7 @@ def lines_of(line: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """Show a bar on stderr during the block; without a terminal, print a line with its counts every 30 seconds."""
+    """Show a progress bar on stderr during the block. If stderr is not a terminal, print the counts every 30 seconds."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

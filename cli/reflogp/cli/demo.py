@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data, score it again, train on the joined values and plot them, without a network.
 
-The code follows the order of the steps; each step is one that a user would take.
+The code follows the order of the steps that a user would take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def demo(
         "reflogp-demo"
     ),
     model: Annotated[
-        str | None, typer.Option(help="Your own model folder or hub id. Default: the demo builds a small model.")
+        str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Your own preference pairs. Default: 300 pairs of grade-school maths.")
@@ -34,7 +34,8 @@ def demo(
 ) -> None:
     """Show a complete run: score real pairs, score them again at no cost, train DPO on the stored values, and plot them.
 
-    Takes a minute or two on two CPU cores and needs no network. --model and --data use your own model and pairs.
+    The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, give --model and
+    --data.
     """
     try:
         quiet_libraries()
@@ -62,7 +63,7 @@ def demo(
             )
             _build(folder / "model", RowSource(data_file))
         else:
-            out.print(f"[bold]1. A reference model[/bold]: {escape(model)}, as an earlier demo left it", markup=True)
+            out.print(f"[bold]1. A reference model[/bold]: {escape(model)}, from an earlier demo", markup=True)
     else:
         out.print(f"[bold]1. A reference model[/bold]: {escape(model)}", markup=True)
 
@@ -98,19 +99,20 @@ def demo(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     few = max(1, len(losses) // 5)
     first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
-    out.print(f"   loss {first:.4f} in the first fifth of the steps, {last:.4f} in the last")
+    out.print(f"   loss {first:.4f} in the first fifth of the steps, {last:.4f} in the last fifth")
 
     plot = folder / "logps.png"
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit saw: "
+        f"Done in {time.monotonic() - started:.0f} s. The source of the values, and what the audit found: "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 
 
 def shipped_data() -> Path:
-    """Return the file of example pairs: next to the package in an installed wheel, in examples/data in a checkout."""
+    """Return the path of the example pairs, which are next to the package in an installed wheel, or in examples/data of a
+    checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():
@@ -134,7 +136,7 @@ def _build(folder: Path, source: Any) -> None:
             chosen = [{"role": "assistant", "content": chosen}]
         conversations.append(prompt + chosen)
     if not conversations:
-        raise UsageError(f"{source.name} has no usable preference pair to build a demo model from")
+        raise UsageError(f"{source.name} has no usable preference pair, so no demo model can be built")
     with progress_bar("training steps") as bar:
         bar.begin(STEPS)
         parameters = build_model(folder, conversations, steps=STEPS, advance=bar.advance)
@@ -179,7 +181,8 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """Collects every language model whose forward pass begins within the block, with a hook on all modules."""
+    """A context manager that collects every language model whose forward pass begins in the block, with a hook on all
+    modules."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

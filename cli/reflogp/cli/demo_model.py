@@ -21,7 +21,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> Any:
-    """Return a byte-level BPE tokenizer of these texts, with pad, EOS and a chat template."""
+    """Train a byte-level BPE tokenizer on some texts, with padding and EOS tokens and a chat template; return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,10 +52,10 @@ def build_model(
     Args:
         folder: destination of config.json, model.safetensors and the tokenizer's files.
         conversations: the texts on which the tokenizer and the model are trained.
-        steps: training steps of next-token prediction; 0 leaves the weights random.
-        batch: conversations per step.
+        steps: number of training steps of next-token prediction; 0 leaves the weights random.
+        batch: number of conversations per step.
         seed: seed of the weights and batches.
-        advance: called after each step with 1 and the step's number of tokens.
+        advance: function that is called after each step, with 1 and the step's number of tokens.
 
     Returns:
         Number of parameters.

@@ -37,9 +37,9 @@ class Finding:
 
     Attributes:
         what: name of the thing that was checked.
-        state: "broken" if it must be fixed before the requested thing works; "note" if it is only worth knowing.
-        said: what was found.
-        help: the command or step that changes it; empty if nothing has to change.
+        state: "broken" if the user has to fix a problem; "note" for information that needs no action; otherwise "ok".
+        said: description of what was found.
+        help: the command or step that solves the problem; empty if there is no problem.
     """
 
     what: str
@@ -55,14 +55,14 @@ def doctor(
     store: Annotated[
         str | None, typer.Option(help="Also check whether this store can be read and written.", metavar="URI")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Also check whether this service answers and accepts the token.")] = None,
+    url: Annotated[str | None, typer.Option(help="Also check whether this service responds and accepts the token.")] = None,
     token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check an installation, and say what to do about missing parts.
 
-    Loads no model, and changes nothing except for a probe file in the store, which it removes. The exit code is 1 if something
-    is broken.
+    This command loads no model. It changes nothing, except that it writes a probe file into the store and removes the file. The
+    exit code is 1 if something is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -106,7 +106,7 @@ def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
         if requirement.marker.evaluate({"extra": ""}):
-            continue  # a requirement of every installation, not of the extra
+            continue  # every installation has this requirement, also without the extra
         try:
             if not requirement.specifier.contains(version(requirement.name), prereleases=True):
                 wrong[requirement.name] = requirement
@@ -118,15 +118,22 @@ def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
 def _vllm() -> Finding:
     named = os.environ.get("REFLOGP_VLLM_PYTHON")
     if named and not os.access(named, os.X_OK):
-        return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", "set it to vLLM's Python")
+        return Finding(
+            "vllm",
+            "broken",
+            f"REFLOGP_VLLM_PYTHON={named} cannot be run",
+            "set the variable to the Python of an environment with vLLM",
+        )
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
     if os.access(made := ".venv-vllm/bin/python", os.X_OK):
-        return Finding("vllm", "note", "in .venv-vllm, not yet configured", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}")
+        return Finding(
+            "vllm", "note", "in .venv-vllm, but REFLOGP_VLLM_PYTHON is not set", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}"
+        )
     return Finding(
         "vllm",
         "note",
-        "not installed (models that need several GPUs)",
+        "not installed (needed only for models that need several GPUs)",
         "python -m venv vllm && vllm/bin/pip install 'reflogp[vllm]' && export REFLOGP_VLLM_PYTHON=$PWD/vllm/bin/python",
     )
 
@@ -169,13 +176,13 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding(
             "model",
             "note",
-            f"its weights are larger than the {room / 2**30:.0f} GiB that are free on the largest device",
+            f"the weights are larger than the {room / 2**30:.0f} GiB that are free on the largest device",
             "reflogp score --engine vllm --tensor-parallel N",
         )
 
 
 def _largest_room() -> int | None:
-    """Return the most free bytes of any device that scoring may use; None if torch or the service extra is not installed."""
+    """Return the free bytes of the device with the most free memory, or None if torch or the service extra is not installed."""
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch
@@ -193,7 +200,7 @@ def _store(uri: str) -> Iterator[Finding]:
         for reference in references:
             opened.table(reference.reference_id).check_writable()
     except StoreNotFoundError as error:
-        yield Finding("store", "note", f"{error}; scoring creates one")
+        yield Finding("store", "note", f"{error}; `reflogp score` creates one")
         return
     except ReflogpError as error:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
@@ -212,14 +219,14 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
         health = httpx.get(f"{base}/healthz", timeout=10)
         answer = httpx.get(f"{base}/v1/references", headers=headers, timeout=30)
     except httpx.HTTPError as error:
-        start = "start one: reflogp serve --store URI --model NAME=PATH"
+        start = "start a service: reflogp serve --store URI --model NAME=PATH"
         yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
         return
     if health.status_code != 200:
         yield Finding("service", "broken", f"{url} answered {health.status_code}: is it a reflogp service?")
     elif answer.status_code in (401, 403):
         said = f"{url} does not accept the token" if token else f"{url} requires a token"
-        yield Finding("service", "broken", said, "give --token, or REFLOGP_TOKEN; `reflogp token` makes one")
+        yield Finding("service", "broken", said, "give --token, or set REFLOGP_TOKEN; `reflogp token` makes a token")
     elif answer.status_code != 200:
         yield Finding("service", "broken", f"{url} answered {answer.status_code} to /v1/references", "see the service's log")
     else:

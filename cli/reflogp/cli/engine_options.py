@@ -26,14 +26,16 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, … D
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Spread the dataset over several devices of this machine, a process each: all, cuda:0,cuda:1, or cpu,cpu. With "
-        "--tensor-parallel N, each engine takes N of the GPUs.",
+        help="Spread the dataset over several devices of this machine, one process each: all, cuda:0,cuda:1, or cpu,cpu. With "
+        "--tensor-parallel N, each engine uses N of the GPUs.",
         metavar="all|NAME,…",
     ),
 ]
 TokenBudget = Annotated[
     str | None,
-    typer.Option(help="Tokens of one batch, or auto. Halved when memory runs out. Default: auto.", metavar="N|auto"),
+    typer.Option(
+        help="Number of tokens in one batch, which is halved when memory runs out, or auto. Default: auto.", metavar="N|auto"
+    ),
 ]
 VllmPython = Annotated[
     str | None,
@@ -44,7 +46,7 @@ VllmPython = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int | None, typer.Option(min=1, help="GPUs that one model is spread over. Default: 1.", rich_help_panel=_VLLM)
+    int | None, typer.Option(min=1, help="Number of GPUs over which one model is spread. Default: 1.", rich_help_panel=_VLLM)
 ]
 VllmOption = Annotated[
     list[str] | None,
@@ -56,18 +58,21 @@ VllmOption = Annotated[
 ]
 Url = Annotated[
     str | None,
-    typer.Option(help="URL of the server, http://HOST:8000; its API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE),
+    typer.Option(
+        help="URL of the server, http://HOST:8000; the server's API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE
+    ),
 ]
 ServedModel = Annotated[
     str | None,
     typer.Option(help="The server's name for the model. Default: the only model that it serves.", rich_help_panel=_REMOTE),
 ]
 Concurrency = Annotated[
-    int | None, typer.Option(min=1, help="Maximum requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE)
+    int | None,
+    typer.Option(min=1, help="Maximum number of requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE),
 ]
 Patience = Annotated[
     float | None,
-    typer.Option(min=0, help="Seconds to wait for a server that does not answer. Default: 300.", rich_help_panel=_REMOTE),
+    typer.Option(min=0, help="Seconds to wait for a server that does not respond. Default: 300.", rich_help_panel=_REMOTE),
 ]
 Claim = Annotated[
     str | None,
@@ -96,9 +101,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the chosen engine with the given options; None means that an option was not given.
+    """Return the chosen engine with the given options; A value of None means that the option was not given.
 
-    Raises UsageError for an option of another engine, and for an option that cannot be read.
+    Raises UsageError for an option of another engine, and for an option that cannot be parsed.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
@@ -127,7 +132,7 @@ def engine_choice(
 def claimed_reference(claim: str, store: Store) -> Reference:
     """Return the reference that --claim names: an id in the store, or a file of `reflogp reference`.
 
-    Raises UsageError if it is neither.
+    Raises UsageError if `claim` is neither an id in the store nor such a file.
     """
     file = Path(claim).expanduser()
     if not file.is_file():

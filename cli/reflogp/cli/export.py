@@ -37,8 +37,8 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            help="open-instruct: the folder of its caches, $REFERENCE_LOGPROBS_CACHE_PATH. megatron-bridge: the artifact's "
-            "folder. fairseq2: a .jsonl file.",
+            help="Path of the output. open-instruct: the folder of its caches, $REFERENCE_LOGPROBS_CACHE_PATH; "
+            "megatron-bridge: the artifact's folder; fairseq2: a .jsonl file.",
         ),
     ],
     cache_hash: Annotated[
@@ -46,7 +46,7 @@ def export(
         typer.Option(
             "--hash",
             help="open-instruct: the hash that names this run's cache. open-instruct logs 'Reference logprobs cache path: "
-            "…/<hash>.pt'; with --cache_dataset_only it stops soon after.",
+            "…/<hash>.pt'; with --cache_dataset_only, it stops soon after this line.",
         ),
     ] = None,
     loss_type: Annotated[
@@ -65,8 +65,8 @@ def export(
     """Write joined pairs as files that open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
 
     A value belongs to exact tokens, but these stacks look values up by the row's number. So score and join rows of the
-    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset that it trains on.
-    Every row needs values: if some have none, nothing is written, the rows are named, and the exit code is 3.
+    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset on which it
+    trains. Every row needs values: if some rows have none, nothing is written, the rows are named, and the exit code is 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 
@@ -110,7 +110,8 @@ def _write(
     loss_type: LossType | None,
     metadata: Path | None,
 ) -> list[Path]:
-    """Write a stack's files and return their paths. `_check_options` has run: the options that the stack needs are set."""
+    """Write a stack's files and return their paths. Call `_check_options` first, which requires the options that the stack
+    needs."""
     match stack:
         case "open-instruct":
             assert cache_hash is not None and loss_type is not None

@@ -31,7 +31,7 @@ from reflogp.store.texts import visible
 
 #: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120
-#: Width in characters for tables printed without a terminal: enough for every table, since rich would assume 80.
+#: Width in characters of tables that are printed without a terminal, for which rich would assume 80.
 _ANY_WIDTH = 10_000
 
 app = typer.Typer(
@@ -78,7 +78,7 @@ def ls(
 
 @app.command("show")
 def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Show one job; --watch follows it to its end.
+    """Show one job; with --watch, follow the job to its end.
 
     With --watch the exit code is 1 if the job failed or was cancelled, and 3 if some rows have no values.
 
@@ -96,7 +96,7 @@ def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_jso
 
 @app.command("cancel")
 def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Cancel a job. Values that it has scored stay in the store, so a retry continues from there.
+    """Cancel a job. Values that the job has scored stay in the store, so a retry continues from them.
 
     Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -108,7 +108,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
 
 @app.command("retry")
 def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Queue a failed or cancelled job again. It scores only what the store still lacks.
+    """Queue a failed or cancelled job again. The job scores only the sequences that the store still lacks.
 
     Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -124,7 +124,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a done job's values: per dataset row its keys and reference log-probs, or the reason why it has none.
+    """Save a done job's values: for each row of the dataset its keys and reference log-probs, or the reason why it has none.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -138,7 +138,9 @@ def save_result(client: Client, job: str, output: Path) -> None:
 
 
 def watched(client: Client, job: str) -> Job:
-    """Follow a job to its end with a progress bar on stderr; without a terminal, print its states, and counts every 30 seconds.
+    """Follow a job to its end, with a progress bar on stderr.
+
+    If stderr is not a terminal, print the job's states, and its counts every 30 seconds.
 
     All numbers come from the service, because a watch may begin or resume in the middle of a job.
     """
@@ -185,7 +187,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return a complete command about a job, ready to copy."""
+    """Return the complete command line of a subcommand for a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 
@@ -251,7 +253,7 @@ def _describe(job: Job) -> None:
 def _listed(jobs: list[Job], narrow: bool) -> Table:
     """Return a table with one row per job.
 
-    If there is little room, the submitter and the title are left out, and long texts are folded. Nothing is cut.
+    If the terminal is narrow, the submitter and the title are left out, and long texts are folded. No text is cut off.
     """
     table = Table(box=None, pad_edge=False)
     least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # widths for "123,456 of" and "2026-01-01"
@@ -272,7 +274,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table as wide as the terminal; without a terminal, as wide as it needs to be, with one line per row."""
+    """Print a table as wide as the terminal. If stdout is not a terminal, print one line per row, however wide."""
     if out.is_terminal:
         out.print(table)
         return
@@ -306,5 +308,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(text: object) -> Text:
-    """Make text from other people safe for a table cell."""
+    """Return untrusted text for a table cell, with unsafe characters escaped."""
     return Text(visible(str(text or "")))

@@ -9,7 +9,7 @@ import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
-from reflogp.cli.score_arguments import takes_score_arguments
+from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
 
@@ -19,15 +19,16 @@ def join(
     arguments: ScoreArguments,
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
     ld_alpha: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="LD-DPO's weight of tokens beyond the pair's shorter completion.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Weight in LD-DPO of tokens beyond the length of the pair's shorter completion."),
     ] = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps) as Parquet.
 
-    Loads no model: tokens come from the model folder's tokenizer, values from the store. Rows without values are named and left
-    out; the exit code is then 3.
+    This command loads no model: tokens come from the model folder's tokenizer, and values from the store. Rows without values
+    are named and left out; the exit code is then 3.
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """

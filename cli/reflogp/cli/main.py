@@ -37,7 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="""Score preference data with a frozen reference model once, keep the log-probs, join them into any trainer.
+    help="""Score preference data with a frozen reference model once, keep the log-probs, and join them into any trainer.
 
 A first run:
 
@@ -91,7 +91,7 @@ def _run() -> tuple[int, str | None]:
     Usage errors are printed in typer's format, with control characters in quoted text escaped.
 
     Returns:
-        The exit code, and the error's message; None without an error.
+        The exit code, and the error's message, or None if there was no error.
     """
     try:
         code = app(standalone_mode=False)
@@ -114,18 +114,18 @@ def _run() -> tuple[int, str | None]:
         return EXIT_USAGE, error.format_message()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    if code == EXIT_INTERRUPTED:  # typer returns it for Ctrl-C
+    if code == EXIT_INTERRUPTED:  # typer returns this code after Ctrl-C
         err.print(f"reflogp: {_INTERRUPTED}", style="yellow")
         return EXIT_INTERRUPTED, _INTERRUPTED
     return code if isinstance(code, int) else EXIT_DONE, None
 
 
 def main() -> None:
-    """Entry point of the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
-    os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
+    """Run the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
+    os.environ.update(growing_segments(os.environ))  # set before a subcommand imports torch
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
-        logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may quote data too
+        logging.lastResort.setFormatter(LineFormatter())  # log messages of libraries may quote untrusted data too
     try:
         code, problem = _run()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`reflogp reference`: print how a store identifies a model. Other subcommands use this module to find their reference."""
+"""`reflogp reference`: print how a store identifies a model. Other subcommands call `find_reference`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def reference(
 ) -> None:
     """Print how a store identifies a reference model, as JSON: its id, and the content and numerics that determine the id.
 
-    Hashes the weights and loads no model. If a server's weights are on another machine, run this there and save the output:
-    `reflogp score --engine remote --claim FILE` then stores values under the right id.
+    This command hashes the weights and loads no model. If a server's weights are on another machine, run this command there and
+    save its output. Then `reflogp score --engine remote --claim FILE` stores values under the right id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """
@@ -33,10 +33,10 @@ def reference(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return (local folder, reference) of a model in a store. If no dtype was given, print how it was chosen.
+    """Return (local folder, reference) of a model in a store. If no dtype was given, print the reason for the chosen dtype.
 
-    The weights are hashed under a progress bar unless their digests are cached. `otherwise` and the errors are those of
-    `choose_reference`.
+    The weights are hashed under a progress bar unless their digests are cached. See `choose_reference` for `otherwise` and the
+    errors.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

@@ -8,7 +8,7 @@ import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
-from reflogp.cli.score_arguments import takes_score_arguments
+from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
 
@@ -16,15 +16,17 @@ from reflogp.store.commands import ScoreArguments
 @takes_score_arguments
 def report(
     arguments: ScoreArguments,
-    output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a new one, or that of an earlier report.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Folder to write: a new folder, or the folder of an earlier report.")
+    ],
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check whether a scored dataset is sane for training with this reference: one HTML page, and its charts as PNG.
+    """Write a report on whether a scored dataset is fit for training with this reference: an HTML page, and its charts as PNG.
 
-    It shows log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob, what
-    each max_length would cut, and which rows have no values. Loads no model: tokens come from the model folder's tokenizer,
-    values from the store. The exit code is 3 if some rows have no values.
+    The page shows log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob,
+    how much each max_length would cut, and which rows have no values. This command loads no model: tokens come from the model
+    folder's tokenizer, and values from the store. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

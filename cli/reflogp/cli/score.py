@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
+from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.reference import find_reference
-from reflogp.cli.score_arguments import takes_score_arguments
 from reflogp.cli.scored import open_rows, tokenized
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command. Its --ray option may omit the address, even if the next argument is the model."""
+    """The `score` command, whose option --ray may omit its address, even if the next argument is the model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -45,8 +45,8 @@ def score(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Score on a Ray cluster, with one worker for each GPU, or on CPUs if it has no GPU. ADDRESS: auto, HOST:PORT "
-            "or ray://HOST:PORT; default: $RAY_ADDRESS, or a cluster on this machine.",
+            help="Score on a Ray cluster, with one worker for each GPU, or on CPUs if there is no GPU. ADDRESS: auto, "
+            "HOST:PORT or ray://HOST:PORT; default: $RAY_ADDRESS, or a cluster on this machine.",
             metavar="[ADDRESS]",
         ),
     ] = None,
@@ -70,7 +70,7 @@ def score(
     """Score a dataset's sequences with a reference model and store the log-probs.
 
     Only sequences that the store lacks are scored: a second run scores nothing, an interrupted run continues where it stopped,
-    and rows with the same sequence share its value. A row that cannot be used is named and left out; the exit code is then 3.
+    and rows with the same sequence share its values. A row that cannot be used is named and left out; the exit code is then 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 
@@ -142,7 +142,7 @@ def score(
 
 
 def _require_weights(model: str, revision: str | None) -> None:
-    """Raise UsageError, with the option that helps, if the model's weights are not on this machine."""
+    """Raise UsageError, which names the option that helps, if the model's weights are not on this machine."""
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
@@ -150,7 +150,7 @@ def _require_weights(model: str, revision: str | None) -> None:
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
-    """Raise UsageError if the command line gives another dtype than the claimed reference has."""
+    """Raise UsageError if a dtype on the command line differs from that of the claimed reference."""
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":
@@ -176,7 +176,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """Connect to a Ray cluster for the block; yield the engine choice with the device of its workers."""
+    """Connect to a Ray cluster during the block; yield the engine choice with the device of the cluster's workers."""
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers
     except ImportError as error:
@@ -188,7 +188,7 @@ def _cluster(choice: Any, address: str) -> Iterator[Any]:
 def _scorer_on_ray(
     choice: Any, model: str, revision: str | None, reference: Reference, commit_sequences: int, workers: int | None
 ) -> Any:
-    """Make a scorer whose workers run on the cluster that this process is connected to."""
+    """Make a scorer whose workers run on the cluster to which this process is connected."""
     from reflogp.scoring.on_ray.workers import ClusterWorkers
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 

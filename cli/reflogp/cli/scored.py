@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_rows(arguments: ScoreArguments) -> RowSource:
-    """Open the dataset. Raises UsageError if it cannot be opened, or its format is unknown."""
+    """Open the dataset. Raises UsageError if the dataset cannot be opened, or its format is unknown."""
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.shape import FORMATS
 
@@ -27,7 +27,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's folder."""
+    """Return the dataset as token ids, made by the chosen tokenizer or by the tokenizer of `folder`, the model's folder."""
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -41,11 +41,11 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Return a dataset, and the snapshot that has its values; loads no model.
+    """Return a dataset, and the snapshot that has its values, without loading a model.
 
     Args:
         arguments: the arguments with which the dataset was scored.
-        number: number of the snapshot; None for the latest.
+        number: number of the snapshot, or None for the latest.
 
     Raises:
         UsageError: the dataset or the model cannot be used.

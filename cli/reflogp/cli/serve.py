@@ -15,7 +15,7 @@ def serve(
     store: Annotated[str | None, typer.Option("--store", help=f"The store: {PLACES}.", metavar="URI")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A reference model, and its name on the service; may be repeated.", metavar="NAME=PATH"),
+        typer.Option("--model", help="A reference model, and its name on the service; repeatable.", metavar="NAME=PATH"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Compute dtype of the models that --model names. Default: bfloat16.", metavar="DTYPE")
@@ -25,11 +25,13 @@ def serve(
         typer.Option(
             "--devices",
             "--device",
-            help="Devices, with a worker for each: all, auto, or e.g. cuda:0,cuda:1; may be repeated. Default: all.",
+            help="Devices, each with its own worker: all, auto, or for example cuda:0,cuda:1; repeatable. Default: all.",
             metavar="all|NAME,…",
         ),
     ] = None,
-    pin: Annotated[str | None, typer.Option(help="Name of a model to load at start and keep.", metavar="NAME")] = None,
+    pin: Annotated[
+        str | None, typer.Option(help="Name of a model that is loaded at the start and kept in memory.", metavar="NAME")
+    ] = None,
     state: Annotated[
         str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
     ] = None,
@@ -41,8 +43,8 @@ def serve(
 ) -> None:
     """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
 
-    Unfinished jobs continue when the service is started again. Without tokens it listens on loopback only. `reflogp token NAME`
-    makes a token for the settings file. For TLS, put a proxy in front.
+    Unfinished jobs continue when the service is started again. Without tokens, the service listens on loopback only. `reflogp
+    token NAME` makes a token for the settings file. For TLS, run a proxy in front of the service.
 
     Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """
@@ -63,15 +65,18 @@ def serve(
     devices = [name.strip() for entry in device or [] for name in entry.split(",")]
     settings = read_settings(config, references=references or None, devices=devices or None, **flags)
     if not settings.tokens:
-        err.print("no tokens are set: everybody on this machine may read and score; only loopback is served", style="yellow")
+        err.print(
+            "no tokens are set: everybody on this machine may read and score; the service listens on loopback only",
+            style="yellow",
+        )
     run(settings)
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Name of the token's user; appears in logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the token's user, which appears in logs.")],
     scope: Annotated[list[str] | None, typer.Option(help="read, score or admin; repeatable. Default: read, score.")] = None,
 ) -> None:
-    """Make a bearer token. It is printed once, with the lines for the settings file, which hold only its digest."""
+    """Make a bearer token. The token is printed once, with lines for the settings file, which hold only the token's digest."""
     try:
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES

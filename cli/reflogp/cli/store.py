@@ -33,7 +33,7 @@ app = typer.Typer(no_args_is_help=True, help="Inspect, verify, repair, compact a
 Uri = Annotated[str, typer.Argument(help=f"Store: {PLACES}.", metavar="URI")]
 ReferenceId = Annotated[
     str | None,
-    typer.Option("--reference", help="Only this reference: (the beginning of) its id. Default: all.", metavar="ID"),
+    typer.Option("--reference", help="Id of one reference, or the beginning of its id. Default: all references.", metavar="ID"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the result, or the error.")]
 
@@ -75,7 +75,10 @@ def verify_(
     uri: Uri,
     reference: ReferenceId = None,
     mend: Annotated[
-        bool, typer.Option("--repair", help="Drop damaged shards and mend the log. Nobody else should write meanwhile.")
+        bool,
+        typer.Option(
+            "--repair", help="Drop damaged shards and repair the log. No other process should write at the same time."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -116,9 +119,11 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into large ones, sorted by key, each key once. Others may read and write meanwhile.
+    """Merge shards into large shards that are sorted by key and hold each key once. Other processes may read and write
+    meanwhile.
 
-    Scoring merges its small shards by itself; this command compacts the whole table. The replaced shards stay until vacuum.
+    Scoring merges its small shards by itself; this command compacts the whole table. The replaced shards stay until `reflogp
+    store vacuum` deletes them.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -147,7 +152,9 @@ def vacuum_(
         int, typer.Option(min=0, help="Keep files younger than this many hours: readers of older snapshots may need them.")
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; report what would be deleted.")] = False,
-    alone: Annotated[bool, typer.Option("--alone", help="If nobody else uses the store: allows a retention of 0.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Allow a retention of 0, because no other process uses the store.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete shards that compaction replaced and files that crashed writers left, once they are older than the retention.
@@ -268,7 +275,7 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references, or of the one whose id starts with `reference`.
+    """The tables of all references, or of the reference whose id starts with `reference`.
 
     A table with an error is reported and skipped.
 
@@ -283,10 +290,14 @@ class _Tables:
         self.failed: dict[str, str] = {}
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
-            raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
+            raise UsageError(
+                f"--reference {reference} names {len(self.references)} references of {store.uri}; the store has: {there}"
+            )
 
     def only(self, holder: str) -> LogprobTable:
-        """Return the table of the only reference. Raises UsageError for several; `holder` names what can hold only one."""
+        """Return the table of the only reference.
+
+        Raises UsageError for several references; the message names `holder`, which can hold only one reference."""
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
             raise UsageError(f"{holder} holds only one reference; name it with --reference: {names}")
@@ -295,7 +306,8 @@ class _Tables:
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Return the results of `work` for every table.
 
-        With several tables, an error is printed as one sentence and the next table follows; with one table it is raised.
+        With several tables, an error is printed as one sentence, and the work continues with the next table. With one table,
+        the error is raised.
         """
         done = []
         for reference in self.references:

@@ -44,22 +44,26 @@ def submit(
         Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: detected from the columns.")
     ] = None,
     max_length: options.MaxLength = None,
-    truncation_mode: Annotated[TruncationMode, typer.Option(help="Which end a longer sequence keeps.")] = "keep_start",
+    truncation_mode: Annotated[
+        TruncationMode, typer.Option(help="Part that is kept of a sequence above --max-length.")
+    ] = "keep_start",
     ld_alpha: Annotated[
-        float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of tokens beyond the pair's shorter completion.")
+        float | None,
+        typer.Option(min=0, max=1, help="Weight in LD-DPO of tokens beyond the length of the pair's shorter completion."),
     ] = None,
     split: options.Split = "train",
     dataset_config: Annotated[
         str | None, typer.Option(help="Config (subset) of a dataset of the Hub.  [default: the dataset's own]", metavar="NAME")
     ] = None,
     priority: Annotated[
-        int, typer.Option(min=-100, max=100, help="Jobs of higher priority run first, and interrupt lower ones.")
+        int, typer.Option(min=-100, max=100, help="Jobs of higher priority run first, and interrupt jobs of lower priority.")
     ] = 0,
-    title: Annotated[str, typer.Option(help="A label for people.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the job, for lists of jobs.")] = "",
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Your own key for the job. Not needed for retries: the same data and settings are the same job.", metavar="KEY"
+            help="Key that you choose for the job. Retries need none: the same data and settings give the same job.",
+            metavar="KEY",
         ),
     ] = None,
     token: jobs.Token = None,
@@ -75,7 +79,7 @@ def submit(
     if output is not None:
         files.check_output(output)
         if output.exists() and Path(data).exists() and output.samefile(data):
-            raise UsageError(f"the output {output} is the dataset itself; give it another name")
+            raise UsageError(f"the output {output} is the dataset itself; give the output another name")
     with Client(url, token) as client:
         job = client.submit(
             _dataset(client, data, on_service, dataset_config),
@@ -113,7 +117,7 @@ def submit(
 def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> Dataset:
     found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
     if config is not None and (on_service or found is None):
-        raise UsageError(f"--dataset-config is for a dataset of the Hub; {data} is a path")
+        raise UsageError(f"--dataset-config is for a dataset of the Hub, but {data} is a path")
     if on_service:
         return ServicePath(data)
     if found is not None:

@@ -1,7 +1,7 @@
 """Provide stored reference log-probs to trainers, so that no training GPU holds a reference model.
 
-Needs datasets, accelerate and transformers. Only TRL's own trainers need trl, so OpenRLHF works without it. Never imports an
-engine or a server.
+This package needs datasets, accelerate and transformers. The package trl is needed only for TRL's trainers, not for those of
+OpenRLHF and other frameworks. This package never imports an engine or a server.
 """
 
 import importlib
@@ -24,10 +24,9 @@ from reflogp.trainer.remote import RemoteReference
 from reflogp.trainer.source import ReferenceSource
 
 if TYPE_CHECKING:
-    from reflogp.trainer.dpo import CachedDPOTrainer
-    from reflogp.trainer.kto import CachedKTOTrainer
     from reflogp.trainer.online.online_dpo import RemoteOnlineDPOTrainer
     from reflogp.trainer.online.per_token import RemoteGRPOTrainer, RemoteRLOOTrainer
+    from reflogp.trainer.trainers import CachedDPOTrainer, CachedKTOTrainer
 
 __all__ = [
     "AuditError",
@@ -55,8 +54,8 @@ __all__ = [
 #: Trainers that are imported on first access: their parent classes take seconds to import and do not exist in every version of
 #: TRL, and TRL need not be installed.
 _LATER = {
-    "CachedDPOTrainer": "reflogp.trainer.dpo",
-    "CachedKTOTrainer": "reflogp.trainer.kto",
+    "CachedDPOTrainer": "reflogp.trainer.trainers",
+    "CachedKTOTrainer": "reflogp.trainer.trainers",
     "RemoteGRPOTrainer": "reflogp.trainer.online.per_token",
     "RemoteOnlineDPOTrainer": "reflogp.trainer.online.online_dpo",
     "RemoteRLOOTrainer": "reflogp.trainer.online.per_token",

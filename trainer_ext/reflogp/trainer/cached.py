@@ -1,8 +1,8 @@
-"""Make a TRL trainer train on stored reference log-probs, with a mixin.
+"""Train with a TRL trainer on stored reference log-probs: the mixin for TRL's DPO and KTO trainers.
 
-TRL's hook `_precompute_ref_logps` gets the dataset after TRL's own tokenisation and filtering. The mixin's version returns it
-with the columns that the loss reads and that TRL's column pruning keeps. Trainers without that hook (DPO up to TRL 0.28) get
-their columns after construction. Everything else is TRL's code.
+TRL's hook `_precompute_ref_logps` gets the dataset after TRL's own tokenisation and filtering. The mixin's version of the hook
+adds the reference columns, which the loss reads and which TRL's column pruning keeps. Trainers without that hook (DPO up to TRL
+0.28) get their columns after construction. Everything else in training is TRL's code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from reflogp.trainer.distributed_join import (
 )
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
 from reflogp.trainer.layouts import Columns, layout_of
-from reflogp.trainer.media import refuse_media
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
@@ -50,7 +49,7 @@ from reflogp.trainer.trl_versions import (
     with_own_tag,
 )
 from reflogp.trainer.values import Where
-from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, require_vision, token_rows
+from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, refuse_media, require_vision, token_rows
 
 #: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object
@@ -59,26 +58,27 @@ _AnyTrainer: Any = object
 class CachedReferenceMixin(_AnyTrainer):
     """Mixin to put before a TRL DPOTrainer or KTOTrainer (or a subclass): its reference log-probs come from a store.
 
-    Takes the trainer's own arguments, and in addition:
+    The constructor takes the trainer's own arguments, and in addition:
 
     Args:
-        reference: where the reference log-probs are.
-        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
-            against the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
+        reference: where the reference log-probs are stored.
+        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
+            the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
             checkpoint.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
             the dtypes in use (reflogp.trainer.tolerances).
-        audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
+        audit: the audit of the run, or None for a `ReferenceAudit` with its defaults, or False for no audit.
 
     Raises:
         MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run has raised one of these.
-        UsageError: arguments that contradict a stored reference.
+        UsageError: an argument contradicts a stored reference.
 
     Attributes:
-        joins: dataset name ("train", "eval", …) -> what was joined and from where. Also in `output_dir/reflogp_audit.json`.
-        audit: the audit of the run; `audit.step_zero` is the result of the step-0 gate.
+        joins: name of each dataset ("train", "eval", …) -> what was joined and from where, which is also in
+            `output_dir/reflogp_audit.json`.
+        audit: the audit of the run, whose attribute `step_zero` is the result of the step-0 gate.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -128,14 +128,14 @@ class CachedReferenceMixin(_AnyTrainer):
         self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
         self._misses: list[Misses] = []
-        self._joins_to_come: set[str] | None = None  # None: in the constructor, where the number of joins is unknown
+        self._joins_to_come: set[str] | None = None  # None in the constructor, where the number of joins is unknown
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
         named = list(_named_datasets(more, kwargs))
         takes_images = may_take_images(model, kwargs.get("processing_class"))
         trained_on = [dataset for dataset, called in named if called == "train"] or [dataset for dataset, _ in named]
-        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL decides by them too
+        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL looks at the same datasets
         if self._has_images:
             require_vision(type(self), [dataset for dataset, _ in named], reference)
         for dataset, called in named:
@@ -144,8 +144,9 @@ class CachedReferenceMixin(_AnyTrainer):
         begin_report(args.output_dir, args.process_index)
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
-            args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL writes into it
-        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses it for streams and for images.
+            args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL changes this dict
+        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses the setting for streams and for
+        # images.
         args.precompute_ref_log_probs = not streams and not self._has_images
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
@@ -187,7 +188,7 @@ class CachedReferenceMixin(_AnyTrainer):
         """Return the dataset with reference columns; every process gets the same values of the same snapshot.
 
         An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset with
-        such rows is returned unchanged.
+        rows without values is returned unchanged.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
         settings = self._reference_settings()
@@ -230,7 +231,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return the tokenised rows of a dataset: itself, or for pairs with images, which TRL tokenises later, their tokens."""
+        """Return a dataset's tokenised rows. TRL has tokenised the dataset, except pairs with images, which are tokenised
+        here."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -240,7 +242,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
         if self.reference.on_miss == "compute":
-            raise UsageError("on_miss='compute' needs rows that can be read twice; a stream's cannot")
+            raise UsageError("on_miss='compute' needs rows that can be read twice, but a stream is read once")
         if isinstance(where, NothingScored):
             raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
         self._record(name, JoinRecord(where, settings))
@@ -256,9 +258,9 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _dtype_to_score(self) -> str | None:
-        """Dtype in which the reference has to be scored: the policy's, or None.
+        """Return the dtype in which the reference has to be scored: the policy's dtype, or None if any dtype is accepted.
 
-        None if a tolerance was given or the audit is off, because then the dtypes may differ.
+        Any dtype is accepted if a tolerance was given or the audit is off.
         """
         if self.step_zero_tolerance is not None or not self._is_audited:
             return None
@@ -275,7 +277,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
         """Return a join's sums in the form that the trainer's loss reads.
 
-        Before its IPO loss, TRL up to 0.28 divides all log-probs by their number of tokens, the reference's as well.
+        Before its IPO loss, TRL up to 0.28 divides the policy's and the reference's log-probs by their number of tokens.
         """
         if not self._is_legacy or "ipo" not in self.args.loss_type:
             return join.logps
@@ -286,13 +288,13 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _is_legacy(self) -> bool:
-        """Whether TRL is older than 0.29, which has no hook and does not apply ld_alpha to the reference."""
+        """Return True if TRL is older than 0.29, and so has no hook and does not apply ld_alpha to the reference."""
         return not hasattr(super(), HOOK)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does, after joining a given dataset.
+        """Evaluate as TRL does, but join the given dataset first.
 
-        TRL before 1.7 uses a given dataset as it is, untokenised; such a dataset is prepared and joined here.
+        TRL before 1.7 does not tokenise a given dataset, so this method prepares the dataset before the join.
         """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)
         self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()

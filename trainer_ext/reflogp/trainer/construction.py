@@ -1,6 +1,6 @@
 """Keep a trainer's constructor from making a reference model, and from changing its arguments if the constructor fails.
 
-TRL must not load, copy or hash a reference model, and must not use one afterwards.
+TRL must not load, copy or hash a reference model, and must not use a reference model during training.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """Takes the place of TRL's reference model, and refuses to be used as one.
+    """An object in place of TRL's reference model, which cannot be used as a model.
 
-    Its presence tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to run, move or
-    read it raises an error.
+    The object tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to run, move or read
+    the object raises an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError("this run has no reference model: its log-probs are joined from a store")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"this run has no reference model, so no {name!r} of it")
+        raise AttributeError(f"this run has no reference model, so the attribute {name!r} does not exist")
 
     def __bool__(self) -> bool:
         return False
 
 
 class ReferenceDuringTraining(NoReferenceModel):
-    """Takes the place of a reference model, and gives its values while training; datasets have no columns for them.
+    """An object in place of a reference model, which gives the reference's values during training instead of columns of the
+    dataset.
 
     Attributes:
         where: where the values come from.
-        of_generated_text: True for values of text that the policy generates, so that the policy runs more often in a step.
+        of_generated_text: whether the values are of text that the policy generates; if so, the policy runs more than once in a
+            step.
     """
 
     where: Where
     of_generated_text = False
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return what the audit's report has under `remote`."""
+        """Return the content of the audit's report under `remote`."""
         return None
 
 
@@ -58,15 +60,16 @@ def refuse_reference_model(trainer: str, ref_model: Any) -> None:
 
 @contextmanager
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
-    """Within the block, prevent the modules of `trl_modules` from making a reference model and from hashing the policy.
+    """Prevent the modules of `trl_modules` from making a reference model and from hashing the policy, within the block.
 
-    TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference under FSDP even when
-    it precomputes. TRL <= 1.1 always makes a reference (`create_model_from_path`, earlier `create_reference_model`). These
-    names are replaced in the modules of the class and of its parents, if they exist there.
+    TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
+    if it precomputes log-probs. TRL <= 1.1 always makes a reference model (`create_model_from_path`, earlier
+    `create_reference_model`). These functions are replaced in each module of the class and of its parents that has such a
+    function.
 
     Args:
         trainer_class: a trainer.
-        policy_is_path: True if the policy is given as a path, so that the first model that is created is the policy.
+        policy_is_path: whether the policy is given as a path, so that the first model that is created is the policy.
     """
     policies_left = 1 if policy_is_path else 0
 
@@ -97,11 +100,11 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
     """Record the given objects, and restore them if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain model, replace its forward, switch
-    dropout off, freeze parameters, and set padding tokens. Without this, a second trainer made with the same objects
-    would start with all these changes.
+    dropout off, freeze parameters, and set padding tokens. Without a restoration, a second trainer made with the same objects
+    would start with the changes of the first trainer.
 
     Args:
-        given: models and tokenizers; anything else is ignored. Devices are not restored.
+        given: models and tokenizers; other objects are ignored. Devices are not restored.
     """
     kept = [_Attributes(owner) for owner in _owners(given)]
     gradients = [
@@ -132,7 +135,7 @@ class _Attributes:
         attributes = vars(self._owner)
         attributes.clear()
         attributes.update(self._values)
-        for container, entries in self._entries:  # in place: other objects may hold the same container
+        for container, entries in self._entries:  # changed in place: other objects may hold the same container
             container.clear()
             if isinstance(container, list):
                 container.extend(entries)

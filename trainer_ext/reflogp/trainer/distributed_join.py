@@ -1,6 +1,7 @@
-"""Join a dataset in all processes of a distributed run: one per node looks values up, and all map its result into memory.
+"""Join a dataset in all processes of a distributed run.
 
-A run with a single process takes the same path.
+One process of each node looks values up, and all processes of the node map the result into memory. A run with a single process
+uses the same code.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Found:
     Attributes:
         where: where the values come from, after the service has scored missing rows.
         asked: the keys and lengths that this process' rows need.
-        columns: column -> float32 (n,), in nats; NaN for the rows in `misses`.
-        misses: rows without values; None if there are none.
+        columns: name of each column -> values, float32 (n,), in nats, which are NaN for the rows in `misses`.
+        misses: rows without values, or None if every row has values.
         scored: number of rows that were sent to the service to be scored during this join.
     """
 
@@ -47,7 +48,7 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """A store that does not exist, or that has no values of the reference: every row is missing.
+    """A store that does not exist, or that has no values of the reference, so that every row is missing.
 
     Attributes:
         error: the error that the store raised when it was opened.
@@ -57,7 +58,7 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """Return the source with the dtype that the first process chooses for a run that computes in `dtype`."""
+    """Return the source with one dtype, which the first process chooses for a policy that computes in `dtype`."""
     if not source.chooses_dtype:
         return source
 
@@ -94,7 +95,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return all rows of a dataset as missing, for a store without values; None for a dataset without completions."""
+    """Return all rows of a dataset as missing, because the store has no values, or None if the dataset has no completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -120,17 +121,17 @@ def raise_missing(
         where: the snapshot in which they were looked up, or NothingScored.
         settings: the trainer's settings that the sums depend on.
         output_dir: folder to which the rows' token ids are written.
-        dtype: dtype to score in if nothing was scored yet; None for the source's.
+        dtype: dtype in which to score if nothing was scored yet, or None for the source's dtype.
 
     Raises:
-        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that did not
-        look up values.
+        MissingLogpsError: some rows were never scored; if no row was scored, the store's own error is raised instead.
+        RankFailedError: raised on processes that did not look up values.
     """
 
     def tell() -> None:
         if Rank.here().local_rank:
             return
-        has_images = any(part.has_images for part in misses)  # a file of tokens would lack the images
+        has_images = any(part.has_images for part in misses)  # a file of token ids cannot hold the images
         file = "DATA" if has_images else write_tokens(misses, output_dir)
         if isinstance(where, NothingScored):
             raise source.nothing_scored(where.error, file, settings, dtype)
@@ -148,19 +149,19 @@ def join_on_all_ranks(
     settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up the rows of a dataset that every process holds.
+    """Look up the rows of a dataset of which every process has a copy.
 
     Args:
         dataset: the tokenised rows.
         name: the dataset's name, for errors.
         layout: the dataset's columns.
-        source: where the values are.
+        source: where the values are stored.
         where: the snapshot in which to look them up.
         settings: the trainer's settings that the sums depend on.
-        read: turns a join's sums into the columns that the trainer's loss reads.
+        read: function that turns a join's sums into the columns that the trainer's loss reads.
 
     Raises:
-        the errors of `join_reference_logps`, on every process: RankFailedError if the error was raised on another process.
+        the errors of `join_reference_logps`, on every process; as a RankFailedError if the error was raised on another process.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)
@@ -186,7 +187,7 @@ def join_on_all_ranks(
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a node's first process sends to the others."""
+    """The result that a node's first process sends to the node's other processes."""
 
     where: Where
     columns: Columns | None

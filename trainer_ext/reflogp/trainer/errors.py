@@ -24,7 +24,8 @@ class MissingLogpsError(ReferenceLogpsError):
     """Rows whose sequences were never scored.
 
     Attributes:
-        rows: their numbers in the trainer's tokenised dataset; if several datasets have such rows, those of the first dataset.
+        rows: the row numbers in the trainer's tokenised dataset; if several datasets have such rows, the row numbers in the
+            first.
         command: the command line that scores the rows of all datasets; empty if the values come from a file.
         datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> the row numbers.
     """
@@ -40,7 +41,7 @@ class UnusableLogpsError(ReferenceLogpsError):
     """Rows whose values are damaged or not finite.
 
     Attributes:
-        rows: their numbers in the trainer's tokenised dataset.
+        rows: the row numbers in the trainer's tokenised dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -52,7 +53,7 @@ class BroughtColumnsError(ReferenceLogpsError):
     """A dataset's own reference columns differ from the reference's values, or cannot be verified.
 
     Attributes:
-        rows: rows that differ, in the trainer's tokenised dataset.
+        rows: numbers of the rows that differ, in the trainer's tokenised dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -61,18 +62,18 @@ class BroughtColumnsError(ReferenceLogpsError):
 
 
 class ReferenceChangedError(ReferenceLogpsError):
-    """A service no longer has the reference model that a run began with."""
+    """A service no longer has the reference model with which a run began."""
 
 
 class RankFailedError(ReferenceLogpsError):
-    """Another process of a distributed run failed; that process' own error says why."""
+    """Another process of a distributed run failed; the error of the other process says why."""
 
 
 class AuditError(ReferenceLogpsError):
     """The audit of a run found reference values that are wrong, missing or computed again.
 
     Attributes:
-        check: which of the audit's checks found it.
+        check: name of the check that found the values.
     """
 
     def __init__(self, message: str, check: str = "") -> None:

@@ -26,21 +26,21 @@ from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
 from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Columns, Layout, layout_of
-from reflogp.trainer.media import refuse_media, refuse_row
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import tolerance
 from reflogp.trainer.values import ServiceValues, Values, Where
+from reflogp.trainer.vision import refuse_media, refuse_row
 
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
-#: Sentence for messages about missing rows that have sequences of KTO's KL term.
+#: Explanation in messages about missing rows that have sequences of KTO's KL term.
 _OF_KL = (
     ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always lacks "
     "values for those pairs"
 )
-#: Rows of a stream per lookup.
+#: Number of rows of a stream in each lookup.
 _STREAM_ROWS = 256
 #: Name that messages use for a dataset without a name.
 THE_DATASET = "the dataset"
@@ -49,17 +49,17 @@ AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
 @dataclass(frozen=True)
 class Misses:
-    """Rows of one dataset that have no values.
+    """The rows of one dataset that have no values.
 
     Attributes:
-        dataset: its name.
-        rows: their numbers, int64 (n,).
+        dataset: name of the dataset.
+        rows: numbers of the rows, int64 (n,).
         of: number of rows in the dataset.
-        has_kl: True if the rows have sequences of KTO's KL term.
-        own_found: True if some rows' own completions have values.
+        has_kl: whether the rows have sequences of KTO's KL term.
+        own_found: whether the own completions of some rows have values.
         tokens: the rows' token ids, if this process looked them up.
-        why: why on_miss="compute" did not compute them; empty otherwise.
-        has_images: True if the rows hold images.
+        why: reason why on_miss="compute" did not compute the values; empty otherwise.
+        has_images: whether the rows hold images.
     """
 
     dataset: str
@@ -78,16 +78,16 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """What was joined, from where and with which settings; enough to join the same columns again.
+    """A record of what was joined, from where and with which settings. With it, the same columns can be joined again.
 
     Attributes:
         where: where the values come from.
         settings: the trainer's settings that the sums depend on.
-        rows: rows with values. This is every row, because a miss is an error. None for a stream, whose length is unknown.
-        coverage: rows with values divided by all rows, 1.0 for a join that succeeded.
-        scored: rows whose values the service scored during this join.
-        computed: rows whose values the trainer's own model computed during this join. All other rows already had values.
-        brought: reference columns that were already in the dataset and were verified against the joined values.
+        rows: number of rows with values, which are all rows, because a row without values is an error, or None for a stream.
+        coverage: number of rows with values divided by the number of all rows; 1.0 for a join that succeeded.
+        scored: number of rows whose values the service scored during this join.
+        computed: number of rows whose values the trainer's own model computed during this join.
+        brought: names of reference columns that were already in the dataset and were verified against the joined values.
     """
 
     where: Where
@@ -125,22 +125,22 @@ def join_reference_logps(
 
     Args:
         dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream (IterableDataset)
-            is joined while it is read.
-        source: where the values are.
-        max_length: as in the trainer's config; the values are the sums that TRL's own precomputation would give.
-        truncation_mode: as in the trainer's config.
-        ld_alpha: as in the trainer's config.
+            is joined while the stream is read.
+        source: where the values are stored.
+        max_length: the setting of the trainer's config; the values are the sums that TRL's own precomputation would give.
+        truncation_mode: the setting of the trainer's config.
+        ld_alpha: the setting of the trainer's config.
 
     Returns:
         The dataset with float32 columns, in nats, summed over each completion.
 
-        For a stream, errors about its rows are raised while it is read.
+        Errors about rows of a stream are raised while the stream is read.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        BroughtColumnsError: the dataset already has columns with these names, and their values are not the reference's.
-        UsageError: on_miss="compute", which needs a trainer; rows with images, video or audio.
+        BroughtColumnsError: the dataset already has columns with these names, and their values differ from the reference's.
+        UsageError: on_miss is "compute", which needs a trainer, or rows have images, video or audio.
 
     Examples:
         >>> from datasets import Dataset
@@ -153,7 +153,7 @@ def join_reference_logps(
         ['prompt_ids', 'chosen_ids', 'rejected_ids', 'ref_chosen_logps', 'ref_rejected_logps']
     """
     if source.on_miss == "compute":
-        raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
+        raise UsageError("on_miss='compute' needs a trainer's model, and this function has none: use 'error' or 'score'")
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
     check_truncation(max_length, truncation_mode)
     refuse_media(dataset, "given", raw=False)
@@ -202,11 +202,11 @@ def answer_rows(
 
 
 def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
-    """Return the rows of a dataset that have no values in a join; None if every row has values."""
+    """Return the rows of a dataset that have no values in a join, or None if every row has values."""
     missing = np.flatnonzero(join.missing)
     if not len(missing):
         return None
-    own = next(iter(join.logps.values()))  # NaN if the row's own completion is missing
+    own = next(iter(join.logps.values()))  # NaN where a row's own completion has no value
     return Misses(
         name,
         missing,
@@ -263,14 +263,14 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 def with_columns(
     dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Return the dataset with reference columns, and the names of those columns that it already had.
+    """Return the dataset with reference columns, and the names of the reference columns that the dataset already had.
 
     Args:
-        columns: name -> float32 (n,), in nats.
+        columns: name of each column -> values, float32 (n,), in nats.
         tokens: number of log-probs in each sum, int64 (n,), for each column.
         dtype: dtype in which the reference computed; existing columns may differ by the rounding of that dtype.
 
-    Raises BroughtColumnsError if an existing column's values are not the reference's.
+    Raises BroughtColumnsError if the values of an existing column differ from the reference's.
     """
     brought = []
     for (name, values), count in zip(columns.items(), tokens, strict=True):
@@ -293,15 +293,15 @@ def join_stream(
     """Return a stream whose rows get their reference columns while they are read, in batches of a few hundred rows.
 
     Args:
-        values: already open, because Delta's library cannot be used in a data loader's worker, which is a forked process.
-        trainer: the trainer that reads the columns; None for TRL's newest column names.
+        values: the opened values; a data loader's worker is a forked process, in which Delta's library cannot open values.
+        trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for errors.
     """
     return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
-    """Joins one batch of a stream in the process that reads it, which may be a data loader's worker."""
+    """A function that joins one batch of a stream, in the process that reads the stream; that may be a data loader's worker."""
 
     def __init__(self, source: ReferenceSource, values: Values, settings: TrainerSettings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name
@@ -334,16 +334,18 @@ def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
 
 
 def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return some rows' token ids under the column names that the scorer reads."""
+    """Return the token ids of some rows, in the columns that the scorer reads."""
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
-#: Advice if every row of a dataset is missing: it was probably tokenised differently, and scoring it would hide that.
-NONE_FOUND = "None was found: if they were scored before, first compare the tokenizer and the chat template with that run's. "
+#: Advice if every row of a dataset is missing: the tokens are probably different, and scoring the rows would hide the cause.
+NONE_FOUND = (
+    "None was found: if the rows were scored before, first compare the tokenizer and the chat template with that run's. "
+)
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:
-    """Return the first of these row numbers as text for a message."""
+    """Return the first of some row numbers as text for a message."""
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 
@@ -358,7 +360,7 @@ def _verify_brought(
     different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
     if len(different):
         raise BroughtColumnsError(
-            f"the dataset has its own {name}, and {len(different)} of {len(values)} values are not the reference's (rows "
+            f"the dataset has its own {name}, and {len(different)} of {len(values)} values differ from the reference's (rows "
             f"{some_rows(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
             f"(dataset.remove_columns({name!r})) to train on the reference's values",
             [int(row) for row in different],

@@ -43,10 +43,10 @@ class Layout:
 
     Attributes:
         columns: the columns that hold tokens.
-        canonical: converts a table of these columns into prompt_ids with chosen_ids and rejected_ids, or with completion_ids
-            (KL_completion_ids).
-        names: reference column -> the trainer's name for it, if it differs.
-        cut: True if the rows are truncated already.
+        canonical: function that converts a table of these columns into prompt_ids with chosen_ids and rejected_ids, or with
+            completion_ids (KL_completion_ids).
+        names: name of a reference column -> the trainer's name of the column, if the two differ.
+        cut: whether the rows are truncated already.
     """
 
     columns: list[str]
@@ -59,7 +59,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return those of the names that are columns of reference log-probs."""
+    """Return those of the given names that belong to columns of reference log-probs."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
@@ -68,7 +68,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
     Args:
         column_names: the columns of the tokenised dataset.
-        trainer: the trainer that reads the reference columns; None for TRL's newest names.
+        trainer: the trainer that reads the reference columns, or None for the names of the newest TRL.
     """
     there = set(column_names)
     names = _EARLY_KTO_NAMES if hasattr(trainer, "compute_reference_log_probs") else {}
@@ -84,7 +84,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Return prompt and completion columns of a table whose completion columns begin with the prompt."""
+    """Split the completion columns of a table, which begin with the prompt, into prompt and completion columns."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:
@@ -100,7 +100,8 @@ Columns = dict[str, npt.NDArray[np.float32]]
 def save_columns(columns: Columns) -> Path:
     """Write columns of equal length, each float32 (n,), and return the file's path.
 
-    The file is named by its content, so runs that join the same values share it. It may be deleted when no run uses it.
+    The file's name is a hash of its content, so runs that join the same values share the file. The file may be deleted when no
+    run uses it.
 
     Raises UsageError if the cache folder cannot be written.
     """
@@ -126,7 +127,7 @@ def save_table(table: pa.Table) -> Path:
             partial.replace(file)
     except OSError as error:
         raise UsageError(
-            f"the cache folder {folder} cannot be written ({error.strerror or error}); name another in $REFLOGP_CACHE_DIR"
+            f"the cache folder {folder} cannot be written ({error.strerror or error}); set $REFLOGP_CACHE_DIR to another"
         ) from error
     return file
 

@@ -1,4 +1,4 @@
-"""Compute reference log-probs with the trainer's own model and TRL's own function, in each TRL version's spelling."""
+"""Compute reference log-probs with the trainer's own model and TRL's own function, in any version of TRL."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: How many rows at the start of each weight are compared: training changes some of these rows in nearly every weight.
+#: Number of rows at the start of each weight that are compared: training changes some of these rows in nearly every weight.
 _WEIGHT_ROWS = 64
-#: Rows with stored values that a model has to reproduce before its values for other rows are accepted.
+#: Number of rows with stored values that a model has to reproduce before its values for other rows are accepted.
 _PROBES = 8
 
 
@@ -33,10 +33,10 @@ def computes_references(trainer: Any) -> bool:
 
 
 def no_own_reference(trainer: Any) -> str:
-    """Return why the trainer's model does not give the reference's values; empty if it does.
+    """Return the reason why the trainer's model cannot compute the reference's values; empty if it can.
 
-    The model gives them with its adapter switched off, or if the policy starts at the reference, as long as the underlying
-    weights are unchanged since the trainer was made. All processes have to call this together.
+    The model can compute the values with its adapter switched off, or if the policy starts at the reference, as long as the
+    underlying weights are unchanged since the trainer was made. All processes have to call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start at the reference (policy_starts_at_reference=False)"
@@ -49,10 +49,10 @@ def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str
     Args:
         trainer: a trainer that `computes_references`.
         model: the model that `training_step` gets.
-        batch: collated, on the model's device.
+        batch: the collated batch, on the model's device.
 
     Returns:
-        reference column -> sums in nats, (n,).
+        sums in nats, (n,), by name of the reference column.
     """
     compute = getattr(trainer, "compute_ref_log_probs", None) or trainer.compute_reference_log_probs
     was_training = model.training
@@ -80,20 +80,20 @@ def fill_in(
     model's weights are compared with the reference's files instead.
 
     Args:
-        trainer: the trainer whose model computes them.
+        trainer: the trainer whose model computes the log-probs.
         dataset: tokenised rows as TRL prepared them.
         missing: numbers of the rows without values, int64 (n,).
-        columns: column -> float32 (n,), as the trainer's loss reads them.
+        columns: name of each column -> values, float32 (n,), in the form that the trainer's loss reads.
         tokens: number of log-probs in each sum, int64 (n,), for each column.
         dtype: dtype in which the reference was scored.
 
     Returns:
-        why the trainer's model cannot compute them, in which case nothing was written; otherwise an empty string.
+        the reason why the trainer's model cannot compute the log-probs, or an empty string if they were written.
     """
     if why := no_own_reference(trainer):
         return why
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
-        return "it needs the whole model on each process, but FSDP and DeepSpeed split it"
+        return "each process needs the whole model, but FSDP and DeepSpeed split the model"
     known = np.setdiff1d(np.arange(len(dataset)), missing)[:_PROBES]
     if not len(known) and (why := on_all_ranks("reading the reference's weights", lambda: _is_not_the_checkpoint(trainer))):
         return why
@@ -107,7 +107,7 @@ def fill_in(
         if not (apart <= allowed * np.sqrt(np.maximum(counts[known], 1))).all():
             return (
                 f"this trainer's model is not the reference: its log-probs of rows {', '.join(map(str, known))}, which have "
-                f"stored values, differ from those by up to {apart.max():.4g} nats"
+                f"stored values, differ from the stored values by up to {apart.max():.4g} nats"
             )
     for column, values in computed.items():
         columns[names[column]][missing] = values[: len(missing)]
@@ -115,7 +115,7 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Return why a trainer's model may not have the weights of its reference's files; empty if it has them."""
+    """Return the reason why a trainer's model may not have the weights of its reference's files; empty if it has them."""
     unknown = "no row has stored values to compare this trainer's model with"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="
@@ -131,7 +131,7 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
             for name in set(tensors.keys()) & own.keys():
                 stored, held = tensors.get_slice(name)[:_WEIGHT_ROWS], own[name].detach()[:_WEIGHT_ROWS].cpu()
                 if stored.shape != held.shape or not torch.equal(stored.to(held.dtype), held):
-                    return f"this trainer's model is not the reference: its {name} is not that of {folder}"
+                    return f"this trainer's model is not the reference: its {name} differs from that in {folder}"
                 compared += 1
     return "" if compared else f"{unknown}, and its weights have other names than those in {folder}"
 
@@ -142,7 +142,7 @@ def _name_in_files(name: str) -> str:
 
 
 def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]:
-    """Compute rows' reference log-probs with the trainer's model; every process gets all of them."""
+    """Compute the reference log-probs of some rows with the trainer's model; every process gets the values of all rows."""
     loader = trainer.accelerator.prepare(
         DataLoader(rows, batch_size=trainer.args.per_device_eval_batch_size, collate_fn=trainer.data_collator)
     )
@@ -155,10 +155,11 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """Within the block, make TRL compute the reference with the policy instead of a cached trainer's stand-in.
+    """Make TRL compute the reference with the policy within the block, instead of with the object in place of a reference
+    model.
 
-    For a PEFT model, ref_model is set to None, so that TRL switches the adapter off. For other models it is set to the policy,
-    because TRL 0.29 to 1.1 does not accept None for them.
+    For a PEFT model, ref_model is set to None, so that TRL switches the adapter off. For other models, ref_model is set to the
+    policy, because TRL 0.29 to 1.1 does not accept None for these models.
     """
     stand_in = getattr(trainer, "ref_model", None)
     trainer.ref_model = None if is_peft_model(trainer.model) else trainer.model

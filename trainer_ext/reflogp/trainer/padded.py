@@ -16,15 +16,15 @@ _SPARE_POSITIONS = 8
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Rows of prompt and completion, padded on both sides, and which of their log-probs are needed.
+    """Rows of prompt and completion, padded on both sides, and the position of the log-probs that are needed.
 
     Attributes:
         input_ids: (rows, width).
         attention_mask: 0 where a token is padding, (rows, width).
         completion: number of tokens at the end of each row whose log-probs are needed; the full width for all tokens that have
             a context.
-        temperature: logits are divided by it.
-        at_padding: True if values are needed at the completion's padding too, as the model computes them there.
+        temperature: the number by which logits are divided.
+        at_padding: whether values are needed at the completion's padding too.
     """
 
     input_ids: Ids
@@ -37,7 +37,7 @@ class PaddedBatch:
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
         """Make a batch from tensors on any device.
 
-        They are copied to the host here, in the calling thread, which may wait for a device.
+        The tensors are copied to the host in the calling thread, because the copy may have to wait for a device.
         """
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 
@@ -63,7 +63,7 @@ class PaddedBatch:
                 continue
             first, behind = int(seen[0]), int(seen[-1]) + 1
             start = prompt if prompt else first + 1
-            if start == behind and not self.at_padding:  # one token, without a context
+            if start == behind and not self.at_padding:  # the row has one token, without a context
                 continue
             has_holes = behind - first != len(seen)
             moved = absolute_positions and first > 0
@@ -77,7 +77,7 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Return log-probs in the batch's shape, (rows, completion), zero where none is needed."""
+        """Return log-probs in the batch's shape, (rows, completion), zero where no log-prob is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
@@ -88,12 +88,12 @@ class PaddedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """One row's sequence.
+    """The sequence of one row.
 
     Attributes:
         row, start: where the completion's values belong in the batch.
-        prompt_ids, completion_ids: its tokens, (n,) and (m,).
-        attention_mask: mask of both, (n + m,); None if they contain no padding.
+        prompt_ids, completion_ids: tokens of the sequence, (n,) and (m,).
+        attention_mask: mask of prompt and completion, (n + m,), or None if they contain no padding.
     """
 
     row: int
@@ -106,8 +106,7 @@ class Wanted:
 def has_absolute_positions(model: torch.nn.Module) -> bool:
     """Return True if a model looks up positions in a table, so that padding on the left changes a token's position.
 
-    This never changes, so it is read once, from the unwrapped model: a wrapped one (DataParallel, FSDP) has no config, or only
-    parts of one.
+    The model has to be unwrapped (no DataParallel, no FSDP), because its config and its embeddings are read.
     """
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0

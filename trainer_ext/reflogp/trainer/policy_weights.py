@@ -1,8 +1,8 @@
 """Detect whether a policy's weights have changed since its trainer was made.
 
-Step counts do not show changes: `train()` resets them, a checkpoint may be loaded without them, and a user may change the
-model. Version counters of tensors do not show them either: writes through `.data` leave the counters unchanged. So the weights'
-content is hashed.
+Step counts do not show changes, because `train()` resets step counts, a checkpoint may be loaded without them, and a user may
+change the model. Version counters of tensors do not show changes either: writes through `.data` leave the counters unchanged.
+So the content of the weights is hashed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from reflogp.trainer.ranks import Rank, gather
 
-#: Elements hashed at a time: few enough for a CPU's cache; enough to keep a GPU busy without much memory.
+#: Number of elements that are hashed at once: they fit in a CPU's cache, or keep a GPU busy without much memory.
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 26
 #: Odd multipliers of a mixing function (xxHash's primes, as signed 32-bit integers).
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
@@ -41,12 +41,12 @@ class Fingerprint:
 def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerprint:
     """Hash a model's parameters on their device: 1.3 ns per parameter on one CPU core.
 
-    Of weights that are split over processes (FSDP, ZeRO-3), each process hashes the part that it holds.
+    If weights are split over processes (FSDP, ZeRO-3), each process hashes the part that it holds.
 
     Args:
         model: the unwrapped model.
-        with_adapters: False to hash only those weights of a PEFT model that are used with its adapters off, and those of a
-            "ref" adapter.
+        with_adapters: whether to hash all weights of a PEFT model; if not, only the weights that are used with its adapters
+            off, and those of a "ref" adapter, are hashed.
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -57,11 +57,11 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
 
 class PolicyWeights(TrainerCallback):
-    """Tracks whether the weights of a trainer's policy change after this object is made.
+    """A callback that detects whether the weights of a trainer's policy change after the callback is made.
 
     Args:
-        trainer: a transformers Trainer. Its `train` is wrapped, because weights are cast, split and loaded before callbacks are
-            called.
+        trainer: a transformers Trainer, whose method `train` is wrapped, because weights are cast, split and loaded before
+            callbacks are called.
         with_adapters: see `fingerprint`.
     """
 
@@ -81,9 +81,9 @@ class PolicyWeights(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the weights' new form.
+        """Record the weights again, because `train` may have changed their form.
 
-        `train` may have split, cast or broadcast the weights. If they were unchanged before, they still count as unchanged.
+        Training may have split, cast or broadcast the weights. Weights that were unchanged before still count as unchanged.
         """
         if self._carries:
             self._known.append(self._now())
@@ -91,12 +91,13 @@ class PolicyWeights(TrainerCallback):
 
     @property
     def unchanged(self) -> bool:
-        """Whether the policy has its first weights on all processes. All processes have to read this together."""
+        """Return True if the policy has its initial weights on all processes. All processes have to read this property
+        together."""
         return all(gather(self._now() in self._known))
 
     @property
     def _is_split(self) -> bool:
-        """Whether `train` may split the weights, cast them, or replace them by those of the first process."""
+        """Return True if `train` may split the weights, cast them, or replace them by the first process' weights."""
         split = any(getattr(self._trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed"))
         return split or Rank.here().count > 1
 
@@ -105,7 +106,7 @@ class PolicyWeights(TrainerCallback):
 
 
 def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
-    """Return the PolicyWeights of a trainer; the first call makes it and records the initial weights."""
+    """Return the PolicyWeights of a trainer. The first call makes the object, which records the initial weights."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     if found is None:
         found = trainer._reflogp_policy_weights = PolicyWeights(trainer, with_adapters)
@@ -123,7 +124,7 @@ def _weights(model: Any, with_adapters: bool) -> Iterator[torch.Tensor]:
     adapters = {name for name in model.peft_config if name != "ref"} if skips else set()
     for name, parameter in model.named_parameters():
         if adapters.isdisjoint(name.split(".")):  # PEFT keeps each adapter's weights under its name
-            held = getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3, this process' part
+            held = getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3, the part of this process
             yield held.to_local() if hasattr(held, "to_local") else held
 
 

@@ -1,6 +1,7 @@
-"""Run work in all processes of a distributed run: if it fails in one, it fails in all, and no process waits forever.
+"""Run work in all processes of a distributed run: if the work fails in one process, it fails in all, and no process waits
+forever.
 
-Uses torch.distributed's process group and accelerate's numbering of processes.
+The functions use torch.distributed's process group and accelerate's numbering of processes.
 """
 
 from __future__ import annotations
@@ -57,17 +58,18 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
 
     Args:
         what: description of the work, for the error on the other processes.
-        work: may take part in collective operations itself.
+        work: the function to run; it may use collective operations.
 
     Raises:
-        the exception of `work` on the process where it was raised; RankFailedError with its text on all others.
+        the exception of `work` on the process where it was raised, and a RankFailedError with the exception's text on all other
+        processes.
     """
     if Rank.here().count == 1:
         return work()
     future: Future[T] = Future()
     try:
         future.set_result(work())
-    except Exception as error:  # sent to the other processes, and raised again
+    except Exception as error:  # `_agreed` sends the error's text to the other processes, and raises the error
         future.set_exception(error)
     return _agreed(what, future)
 
@@ -77,7 +79,8 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
     Args:
         what: description of the work, for the error on the other processes.
-        work: must not use collective operations: it runs in a thread, while the processes exchange heartbeats.
+        work: the function to run, in a thread, while the processes exchange heartbeats. The function must not use collective
+            operations.
     """
     if Rank.here().count == 1:
         return work()
@@ -86,12 +89,12 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
 
 def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-    """Wait for work that is under way on every process, then return or raise as `on_all_ranks_for_long` does.
+    """Wait for work that has begun on every process, then return or raise as `on_all_ranks_for_long` does.
 
     Args:
         what: description of the work, for the error on the other processes.
         future: this process' work.
-        on_wait: called repeatedly while this process' work is not done.
+        on_wait: function that is called repeatedly while this process' work is not done.
     """
     while True:
         wait([future], timeout=_BEAT)
@@ -111,6 +114,6 @@ def _agreed(what: str, future: Future[T]) -> T:
 
 
 def of_my_node(values: list[T]) -> T:
-    """Return, from values in the order of ranks, the value of this node's first process."""
+    """Return the value of this node's first process, from values in the order of ranks."""
     rank = Rank.here()
     return values[rank.rank - rank.local_rank]

@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 Logps = npt.NDArray[np.float32]
 
-#: Seconds between two warnings that a step is waiting.
+#: Seconds between two warnings that a step waits for the service.
 _WORDS_SECONDS = 30.0
-#: Sequences per request; a service's own limit is 4,096 unless its settings say otherwise.
+#: Maximum number of sequences per request; a service's default limit is 4,096.
 _SEQUENCES_AT_ONCE = 1024
 
 
 @dataclass
 class Traffic:
-    """What was requested from the service, and how long it took.
+    """Counts of what was requested from the service, and the time that this took.
 
     Attributes:
         batches: number of batches requested.
-        sequences, tokens: numbers of sequences and tokens in the requests.
+        sequences, tokens: number of sequences and number of tokens in all requests.
         seconds: time from sending each batch's requests to receiving its values, added up.
         waited_seconds: the part of that time in which the trainer waited.
     """
@@ -70,14 +70,14 @@ class Traffic:
 class RemoteReference(ReferenceDuringTraining):
     """A reference model that runs in a service; this object requests its log-probs.
 
-    It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and only
-    one number per token is needed. `per_token_logps` returns these numbers.
+    The object cannot be called like a model, because logits would be [tokens, vocabulary] numbers for each batch, and only one
+    number per token is needed. The method `per_token_logps` returns the numbers that are needed.
 
     Args:
         source: a running service and the reference model's name, path or id.
-        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. A service may
-            be slow, unreachable or restarting for that time.
-        absolute_positions: True if the reference looks up positions in a table (GPT-2), so that padding changes its input.
+        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. For that time,
+            a service may be slow, unreachable or restarting.
+        absolute_positions: whether the reference looks up positions in a table (GPT-2), so that padding changes its input.
 
     Raises:
         UsageError: the source is not a service.
@@ -86,7 +86,7 @@ class RemoteReference(ReferenceDuringTraining):
 
     Attributes:
         where: the service, the reference id and its dtype.
-        traffic: what was requested so far, and the time it took.
+        traffic: what was requested so far, and the time that this took.
 
     Examples:
         >>> import torch
@@ -107,7 +107,7 @@ class RemoteReference(ReferenceDuringTraining):
         if not source.is_service:
             raise UsageError(f"{source.location} is not a service, but only a service can score text that was just generated")
         if not deadline > 0:
-            raise UsageError(f"deadline {deadline}: give seconds above 0")
+            raise UsageError(f"deadline {deadline}: give a number of seconds above 0")
         self.traffic = Traffic()
         self.absolute_positions = absolute_positions
         self._deadline = deadline
@@ -128,7 +128,7 @@ class RemoteReference(ReferenceDuringTraining):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            "the reference model is in a service, and its logits stay there; ask per_token_logps(input_ids, attention_mask, …)"
+            "the reference model is in a service, and its logits stay there; call per_token_logps(input_ids, attention_mask, …)"
         )
 
     def per_token_logps(
@@ -142,20 +142,20 @@ class RemoteReference(ReferenceDuringTraining):
 
         Args:
             input_ids: (rows, width), padded on either side.
-            attention_mask: 0 where a token is padding, (rows, width); None if there is no padding.
-            completion_tokens: number of tokens at the end of each row; None for all but the first.
-            temperature: logits are divided by it.
+            attention_mask: 0 where a token is padding, (rows, width), or None if there is no padding.
+            completion_tokens: number of tokens at the end of each row, or None for all tokens but the first.
+            temperature: the number by which logits are divided.
 
         Returns:
             float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and zero for
             a row's first token if completion_tokens is None.
 
         Raises:
-            UsageError: shapes that do not fit, or a temperature that is not above 0.
-            UnusableLogpsError: rows that the service cannot score.
-            ReferenceChangedError: the service has another reference now.
-            ServiceError: no response before the deadline.
-            RankFailedError: another process has raised one of these; all processes must call this together.
+            UsageError: shapes that do not match, or a temperature that is not above 0.
+            UnusableLogpsError: the service cannot score some rows.
+            ReferenceChangedError: the service no longer has the reference with which the run began.
+            ServiceError: the service did not respond before the deadline.
+            RankFailedError: another process has raised one of these; all processes must call this method together.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
@@ -163,7 +163,7 @@ class RemoteReference(ReferenceDuringTraining):
             raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}")
         if completion_tokens is not None and not 0 < completion_tokens <= width:
             raise UsageError(
-                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all"
+                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all tokens"
             )
         if not temperature > 0:
             raise UsageError(f"temperature {temperature}: must be above 0")
@@ -180,7 +180,7 @@ class RemoteReference(ReferenceDuringTraining):
 
         Args:
             dtype: dtype in which the policy computes, from `computes_in`.
-            float32_head: True if the policy's logits are computed in float32.
+            float32_head: whether the policy's logits are computed in float32.
         """
         has = self._values.reference
         head = "float32" if float32_head else dtype
@@ -189,17 +189,18 @@ class RemoteReference(ReferenceDuringTraining):
         extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
             f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, and the "
-            f"policy computes in {dtype} with a head in {head}: they would differ from the first step on. Have "
-            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), '
-            f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept it"
+            f"policy computes in {dtype} with a head in {head}: their log-probs would differ from the first step on. Have "
+            f'the service offer the model with dtype = "{dtype}"{extra} ([references.NAME] in its settings), '
+            f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Request a batch's values in a thread, while something else is computed; `collect` returns them."""
+        """Request a batch's values in a thread, so that the caller can compute meanwhile. The method `collect` returns the
+        values."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:
-        """Return a batch's values, (rows, completion): those requested by `begin`, otherwise requested now.
+        """Return a batch's values, (rows, completion). They are requested now unless `begin` has requested them.
 
         Raises the errors of `per_token_logps`.
         """
@@ -253,7 +254,9 @@ class RemoteReference(ReferenceDuringTraining):
             rows = [part[position].row for position in error.problems]
             raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
         except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
-            error.add_note(f"No answer within {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint.")
+            error.add_note(
+                f"No response within {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint."
+            )
             raise
         except RequestRefusedError as error:
             if error.status == 404:
@@ -263,7 +266,7 @@ class RemoteReference(ReferenceDuringTraining):
             raise
         if scores.reference_id != self.where.reference_id:
             other = f"{self.where.store} answered with reference {scores.reference_id}"
-            raise ReferenceChangedError(f"{other}, and this run began with {self.where.reference_id}")
+            raise ReferenceChangedError(f"{other}, but this run began with {self.where.reference_id}")
         bad = [wanted.row for wanted, logps in zip(part, scores.token_logps, strict=True) if not np.isfinite(logps).all()]
         if bad:
             raise UnusableLogpsError(f"the reference's log-probs of rows {bad} of this batch are not finite", bad)
@@ -286,7 +289,7 @@ class _Pending:
     def _run(self) -> None:
         try:
             values = self._ask()
-        except BaseException as error:  # raised by `collect`
+        except BaseException as error:  # `collect` raises the error
             self.ended = time.monotonic()
             self.future.set_exception(error)
         else:
@@ -295,7 +298,7 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """Return the service's values; raise an error if the service has no model to compute new values of the reference."""
+    """Return the service's values; raise an error if the service cannot compute new values of the reference."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

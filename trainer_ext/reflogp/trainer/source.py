@@ -1,6 +1,7 @@
-"""Describe where a trainer's reference values are (a store, a service or a file), and which reference model they are of.
+"""Describe where a trainer's reference values are stored (a store, a service or a file), and which reference model computed
+them.
 
-No model is loaded.
+This module loads no model.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ class ReferenceSource:
     Args:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file of `reflogp join`
             (….parquet).
-        model: the reference model: a folder or hub id. Only its files' digests are needed, and they are cached; weights are
-            never loaded. Omit it if `reference_id` or `reference` is given, or if the source is a file.
+        model: the reference model: a folder or hub id. Only the digests of its files are needed, which are cached; weights are
+            never loaded. No `model` is needed if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" takes the dtype of
-            `reference_id` if that is given, else the dtype in which the location has the model. If the location does not have
+            `reference_id` if an id is given, else the dtype in which the location has the model. If the location does not have
             the model, "auto" takes the dtype in which the run computes; if it has the model in several dtypes, the run's dtype
             must be one of them. CachedDPOTrainer and CachedKTOTrainer find the run's dtype from the policy and its mixed
             precision; all other users of a source assume bfloat16.
-        reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
-        snapshot: number of a snapshot; None for the latest when the join begins.
-        on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
-            that scores them. "score": the service scores them into its store before training begins. "compute": the trainer's
-            own model computes them while it still is the reference: before the first step, or with its adapter switched off.
+        reference_id: the reference's id, as `reflogp score` and `reflogp store ls` print it.
+        snapshot: number of a snapshot, or None for the latest when the join begins.
+        on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
+            command that scores the rows. With "score", the service scores the rows into its store before training begins. With
+            "compute", the trainer's own model computes the values while it still is the reference: before the first step, or
+            with its adapter switched off.
         lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
         reference: a service's name for the reference model, instead of `model` or `reference_id`.
-        token: a service's bearer token. Default: $REFLOGP_TOKEN.
-        score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is unreachable for
-            ten minutes.
+        token: a service's bearer token, by default $REFLOGP_TOKEN.
+        score_timeout: maximum seconds for on_miss="score". If it is None, there is no limit, but a service that is unreachable
+            for ten minutes is an error.
 
     Raises:
-        UsageError: arguments that name no reference, or contradict each other.
+        UsageError: the arguments name no reference, or contradict each other.
 
     Examples:
         >>> from reflogp.trainer import ReferenceSource
@@ -84,9 +86,11 @@ class ReferenceSource:
         if on_miss not in get_args(OnMiss):
             raise UsageError(f"on_miss={on_miss!r}: use error, score or compute")
         if on_miss == "score" and not self.is_service:
-            raise UsageError(f"on_miss='score' needs a running service, which {self.location} is not: give an http:// address")
+            raise UsageError(
+                f"on_miss='score' needs a running service, but {self.location} is no service: give an http:// address"
+            )
         if reference is not None and not self.is_service:
-            raise UsageError("reference= is a name that a service knows; for a store give model= or reference_id=")
+            raise UsageError("reference= is a name that a service gives to a model; for a store give model= or reference_id=")
         if not self.is_file and model is None and reference_id is None and reference is None:
             raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
         self.model = model
@@ -112,7 +116,7 @@ class ReferenceSource:
     def chosen_for(self, dtype: str) -> Reference:
         """Return the reference of a source with dtype="auto", for a run that computes in `dtype`.
 
-        Raises UsageError if the location has the model in several dtypes, and `dtype` is none of them.
+        Raises UsageError if the location has the model in several dtypes, and `dtype` is not one of these.
         """
         assert self.model is not None
         possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
@@ -137,10 +141,11 @@ class ReferenceSource:
         return found
 
     def open(self, snapshot: int | None = None) -> Values:
-        """Return the values at the latest snapshot or at a given one.
+        """Return the values at the latest snapshot, or at a given snapshot.
 
         Args:
-            snapshot: number of a snapshot; None for the source's `snapshot`, or for the latest if the source has none.
+            snapshot: number of a snapshot, or None for the source's `snapshot`, or for the latest if the source has no
+                `snapshot`.
 
         Raises:
             ReferenceNotFoundError: nothing was ever scored with this reference.
@@ -164,24 +169,25 @@ class ReferenceSource:
 
     @property
     def is_store(self) -> bool:
-        """Whether this is a store (a folder or s3://…), not a service and not a file of `reflogp join`."""
+        """Return True if this is a store (a folder or s3://…), not a service and not a file of `reflogp join`."""
         return not self.is_service and not self.is_file
 
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return the error that a store has no values of this reference yet, with the complete command that scores the data.
+        """Return an error that says that a store has no values of this reference, and names the complete command that scores
+        the data.
 
         Args:
-            error: as the store or `open` raised it.
-            data: file that the command reads.
-            settings: the trainer's settings; None for the defaults.
-            dtype: dtype in which the run computes, if known; None for this source's.
+            error: the error that the store or `open` raised.
+            data: path of the dataset, for the command.
+            settings: the trainer's settings, or None for the defaults.
+            dtype: dtype in which the run computes, or None for the source's dtype.
         """
         assert self.described is not None
         command = self.score_command(dtype or self.described.dtype, data, settings)
         words = str(error).partition(". Score the data: ")[0]
-        other = f', and give ReferenceSource dtype="{dtype}", which the policy computes in'
+        other = f', and give ReferenceSource dtype="{dtype}", in which the policy computes'
         hint = other if dtype not in (None, self.described.dtype) else ""
         return type(error)(f"{words}. Score the data: {command}{hint}")
 
@@ -195,10 +201,10 @@ class ReferenceSource:
         return command_to_score(str(self.model), reference, data, self.location, settings or TrainerSettings())
 
     def advice_for_dtype(self, dtype: str) -> str:
-        """Return advice on how to get this reference's values in another dtype, as a sentence without its full stop."""
+        """Return advice on how to get this reference's values in another dtype, as a sentence without a full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"
-            return f'Set dtype = "{dtype}" for it in the settings of the service ([references.{name}]) and score there'
+            return f'Set dtype = "{dtype}" for the reference in the service\'s settings ([references.{name}]) and score again'
         if self.is_file:
             command = ScoreArguments(str(self.model or "MODEL"), "DATA", "STORE", dtype).command()
             return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"
@@ -207,7 +213,7 @@ class ReferenceSource:
 
 
 def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:
-    """Return the reference of a model. "auto" is the dtype of `reference_id`; without an id, bfloat16 until it is chosen."""
+    """Return the reference of a model. If `dtype` is "auto", it is the dtype of `reference_id`, or bfloat16 without an id."""
     if dtype == AUTO and reference_id is not None:
         possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)

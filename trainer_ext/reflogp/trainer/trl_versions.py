@@ -1,7 +1,7 @@
 """Handle differences between versions of TRL, and the copies of its trainers that unsloth generates.
 
-unsloth writes a TRL trainer, changed, into a module UnslothDPOTrainer (UnslothKTOTrainer, …). That module has two classes: the
-changed one, _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which takes the place of TRL's class in TRL's modules.
+unsloth writes a changed copy of a TRL trainer into a module UnslothDPOTrainer (UnslothKTOTrainer, …). That module has two
+classes: the changed class _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which replaces TRL's class in TRL's modules.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from packaging.version import Version
 
 from reflogp.store import UsageError
 
-#: TRL calls this with each tokenised dataset, and uses the returned dataset with reference columns.
+#: Method that TRL calls with each tokenised dataset; TRL uses the returned dataset, which has reference columns.
 HOOK = "_precompute_ref_logps"
-#: The first TRL whose DPOTrainer has the hook. With older ones, columns are added after construction.
+#: The first version of TRL whose DPOTrainer has the hook. With older versions, columns are added after construction.
 _FIRST_WITH_HOOK = Version("0.29.0.dev0")
 _FIRST_WITHOUT_LIGER_LOSS = Version("1.14.0.dev0")
 TESTED = (
@@ -34,7 +34,7 @@ def trl_version() -> str:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Return True if a class is TRL's, or unsloth's copy of it; False for a subclass that somebody else wrote."""
+    """Return True if a class is a class of TRL or unsloth's copy of it, and not a subclass that somebody else wrote."""
     module = trainer_class.__module__
     return module.startswith("trl.") or _is_of_unsloth(trainer_class)
 
@@ -45,13 +45,13 @@ def _is_of_unsloth(trainer_class: type) -> bool:
 
 
 def trl_modules(trainer_class: type) -> list[ModuleType]:
-    """Return the modules of TRL's classes, or unsloth's copies of them, that a trainer is derived from."""
+    """Return the modules of the classes of TRL, or of unsloth's copies, from which a trainer is derived."""
     names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__ if is_of_trl(parent))
     return [sys.modules[name] for name in names]
 
 
 def refuse_late_unsloth(trainer_class: type) -> None:
-    """Raise ImportError if unsloth was imported after the TRL trainer that a class is derived from."""
+    """Raise ImportError if unsloth was imported after the TRL trainer from which a class is derived."""
     for parent in trainer_class.__mro__:
         if parent.__module__.startswith("trl."):
             now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
@@ -65,17 +65,17 @@ def refuse_late_unsloth(trainer_class: type) -> None:
 def require_hook(trainer_class: type) -> None:
     """Raise ImportError if TRL is new enough to have the hook but the trainer lacks it.
 
-    The trainer would otherwise be treated like one of an older TRL, whose columns and losses differ.
+    Without this check, the trainer would be treated like a trainer of an older TRL, whose columns and losses differ.
     """
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
-        raise ImportError(f"{trainer_class.__name__}: its trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
+        raise ImportError(f"{trainer_class.__name__}: the trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
 
 
 def refuse_liger_loss(args: Any) -> None:
     """Raise UsageError if TRL would compute the reference inside of Liger's loss, which takes no stored values.
 
-    TRL 1.14 and newer have no such loss: there, use_liger_kernel only replaces layers of the policy.
+    TRL 1.14 and newer have no Liger loss that computes the reference; use_liger_kernel only replaces layers of the policy.
     """
     name = next((name for name in ("use_liger_kernel", "use_liger_loss") if getattr(args, name, False)), None)
     if name is not None and Version(trl_version()) < _FIRST_WITHOUT_LIGER_LOSS:
@@ -86,7 +86,7 @@ def refuse_liger_loss(args: Any) -> None:
 
 
 def default_config(trainer_class: type, model: Any) -> Any:
-    """Return the config that TRL makes for a trainer without one: DPOConfig("<model>-DPO") for a DPOTrainer.
+    """Return the config that TRL makes for a trainer without a config, such as DPOConfig("<model>-DPO") for a DPOTrainer.
 
     Raises UsageError if TRL has no config of that name.
     """

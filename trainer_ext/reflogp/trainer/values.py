@@ -35,7 +35,7 @@ from reflogp.store.commands import ScoreArguments
 from reflogp.store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
 from reflogp.store.windows import TrainerSettings
 
-#: Keys per lookup over HTTP; a response has 12 bytes per key.
+#: Maximum number of keys per lookup over HTTP; a response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
 #: Maximum number of sequences whose token values one response carries: 80 MB if each has 2,000 tokens.
 _VALUES_AT_ONCE = 10_000
@@ -43,10 +43,10 @@ _VALUES_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Where:
-    """Where values come from; enough to request the same values again.
+    """The origin of values, with which the same values can be requested again.
 
     Attributes:
-        store: the store's URI, the service's URL, or the file.
+        store: the store's URI, the service's URL, or the file's path.
         reference_id: the reference model's id.
         reference_dtype: dtype in which the reference model computed the values.
         snapshot: number of the snapshot.
@@ -59,7 +59,7 @@ class Where:
 
 
 class Values(Protocol):
-    """Reference log-probs at one snapshot."""
+    """The reference log-probs at one snapshot."""
 
     where: Where
 
@@ -67,7 +67,7 @@ class Values(Protocol):
         """Look up the log-probs that rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return the token values of n keys, list<float32>; null for a miss and for damaged values.
+        """Return the token values of n keys, list<float32>; null for a key without values and for damaged values.
 
         Raises UsageError if only sums are available.
         """
@@ -77,7 +77,7 @@ class Values(Protocol):
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
-    """Return the `reflogp score` command for some data, with every option that the reference's values depend on."""
+    """Return the `reflogp score` command for some data, with every option that changes the reference's values."""
     return ScoreArguments(
         model,
         data,
@@ -95,7 +95,7 @@ def needs_remote_code(model: str) -> bool:
         folder = resolve_model(model)
         if not (folder / "config.json").is_file():
             folder = read_checkpoint(folder).folder
-    except ReflogpError:  # the checkpoint is not on this machine, so this is unknown
+    except ReflogpError:  # the checkpoint is not on this machine, so its files cannot be read
         return False
     config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
     brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
@@ -112,7 +112,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 class StoreValues:
-    """Values from a store's table."""
+    """The values of a store's table."""
 
     def __init__(self, store: str, reference: Reference, snapshot: Snapshot) -> None:
         self.where = Where(store, snapshot.reference_id, reference.dtype, snapshot.number)
@@ -135,7 +135,7 @@ class StoreValues:
 
 
 class ServiceValues:
-    """Values from a running service, which can score more."""
+    """The values of a running service, which can also score missing rows."""
 
     def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
         self.where = Where(url, reference.reference_id, reference.dtype, snapshot)
@@ -145,7 +145,8 @@ class ServiceValues:
 
     @property
     def client(self) -> Client:
-        """This process' client. A data loader's worker is a fork, and connections do not survive a fork."""
+        """Return this process' client. A data loader's worker is a forked process, which cannot use its parent's
+        connections."""
         if os.getpid() not in self._clients:
             self._clients = {os.getpid(): Client(self.where.store, self._token)}
         return self._clients[os.getpid()]
@@ -172,7 +173,7 @@ class ServiceValues:
 
     @staticmethod
     def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
-        """Return the candidates that a service serves; only the one with that name or id if a name is given."""
+        """Return the candidates that a service serves; if `name` is given, only a candidate with this name or id."""
         with Client(url.rstrip("/"), token) as client:
             served = {known.reference_id for known in client.references() if name in (None, known.name, known.reference_id)}
         return [reference for reference in candidates if reference.reference_id in served]
@@ -185,7 +186,7 @@ class ServiceValues:
         sums = np.full(len(keys), np.nan)
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             part = slice(start, start + _KEYS_AT_ONCE)
-            if self.where.snapshot:  # 0: nothing has been scored yet
+            if self.where.snapshot:  # snapshot 0: nothing has been scored yet
                 found = self.look_up(keys[part])
                 lengths[part], sums[part] = found.lengths, found.sums
         return _FoundByService(self, keys, lengths, sums)
@@ -214,11 +215,11 @@ class ServiceValues:
 
         Args:
             rows: prompt_ids and completion columns of token ids.
-            on_change: called with the job whenever it changes.
-            timeout: seconds; None for no limit.
+            on_change: function that is called with the job whenever the job changes.
+            timeout: maximum seconds to wait for the job, or None for no limit.
 
         Raises:
-            DeadlineExceededError: not done in time; the job continues in the service.
+            DeadlineExceededError: the job did not end in time; it continues in the service.
             JobFailedError: the job failed or was cancelled.
             ServiceUnreachableError: the service was unreachable for longer than its client waits.
         """
@@ -229,7 +230,7 @@ class ServiceValues:
                 file,
                 self.reference.name or self.reference.reference_id,
                 format="tokens",
-                title="rows that a trainer lacks values for",
+                title="rows without values in a trainer",
                 **settings.scored_apart,
             )
         self.client.watch(job.id, on_change, timeout=timeout, check=True)
@@ -260,7 +261,7 @@ class _FoundByService:
 
 
 class FileValues:
-    """Sums from a Parquet file of `reflogp join` or of a job's result. They are valid only for the settings of that join."""
+    """The sums of a Parquet file of `reflogp join` or of a job's result. They are valid only for the settings of that join."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -303,7 +304,7 @@ class FileValues:
         return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        raise UsageError(f"{self.where.store} holds sums, but values of single tokens are needed: give the store")
+        raise UsageError(f"{self.where.store} holds sums, but the values of single tokens are needed: give the store")
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         return ""
@@ -312,7 +313,7 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each row's sums by both keys of its pair: with ld_alpha, a sum depends on the other completion too."""
+        """Find each row's sums by both keys of its pair, because with ld_alpha a sum depends on the other completion too."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -320,7 +321,7 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each sum by its own key: a KTO run pairs prompts with other rows' completions."""
+        """Find each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())
@@ -350,7 +351,7 @@ def _joined(keys: list[pa.Array]) -> pa.Array:
 
 
 def _places(wanted: pa.Array, stored: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the position of each wanted key in `stored`, -1 for a key that is missing."""
+    """Return the position of each wanted key in `stored`, or -1 for a missing key."""
     places = pc.index_in(wanted, value_set=stored)
     return np.asarray(places.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
 

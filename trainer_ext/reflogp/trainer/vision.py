@@ -1,8 +1,12 @@
-"""Train on pairs with images: make the rows' tokens without processing pixels, and bring the joined columns into each batch.
+"""Train on pairs with images, and refuse every other dataset that holds more than text.
+
+Stored log-probs depend on token ids alone. So a dataset is checked before a trainer prepares it, and no row is trained with the
+values of another input.
 
 TRL tokenises pairs with images in its collator, batch by batch (DataCollatorForVisionPreference). The same collator makes the
-tokens that the rows are keyed by, from blank images of the same sizes; image ids then take the places of the image tokens
-(reflogp.store.images). Reference columns are put back into the collator's output, from which it would drop them.
+tokens from which a row's keys are computed, without processing pixels, because it gets blank images of the same sizes. Then
+image ids replace the image tokens (reflogp.store.images). The collator would drop the reference columns, so they are added to
+its output.
 """
 
 from __future__ import annotations
@@ -17,7 +21,19 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from packaging.version import Version
 
 from reflogp.store import UsageError
-from reflogp.store.images import FIRST_IMAGE_ID, IMAGE_COLUMNS, ImageTokens, blanks, image_token, kind_of_image, pixel_digest
+from reflogp.store.images import (
+    FIRST_IMAGE_ID,
+    IMAGE_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    PROCESSED_COLUMNS,
+    ImageTokens,
+    blanks,
+    image_token,
+    kind_of_image,
+    media_of,
+    pixel_digest,
+)
 from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
@@ -25,6 +41,7 @@ from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.trl_versions import trl_modules, trl_version
 
+_BATCH_ROWS = 1000
 _FIRST_TRL = Version("1.9.0")
 _COLLATOR = "DataCollatorForVisionPreference"
 #: Packages whose versions the tokens depend on.
@@ -49,11 +66,11 @@ def may_take_images(model: Any, processing_class: Any) -> bool:
 
 
 def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
-    """Raise an error that names what a trainer, a kind of dataset or a source does not support with images.
+    """Raise an error if a trainer, a kind of dataset or a source does not support images.
 
     Raises:
-        ImportError: this TRL's pairs with images are not supported.
-        UsageError: for everything else.
+        ImportError: pairs with images are not supported for this version of TRL.
+        UsageError: the trainer, a dataset or the source does not support images.
     """
     name = trainer_class.__name__
     if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
@@ -61,31 +78,106 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
     if Version(trl_version()) < _FIRST_TRL:
         raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, and {trl_version()} is installed")
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        raise UsageError(f"{name} takes pairs with images as a Dataset, not as a stream: their rows are keyed before training")
+        raise UsageError(
+            f"{name} takes pairs with images as a Dataset, not as a stream, because their keys are computed before training"
+        )
     if source.on_miss != "error":
         raise UsageError(
             f"on_miss={source.on_miss!r} is for rows of text; score pairs with images beforehand, with `reflogp score`"
         )
 
 
+def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
+    """Raise UsageError, which names the first such row, if a dataset holds more than text and token ids.
+
+    Args:
+        dataset: a Dataset, all of whose rows are checked if columns may hold media, or a stream, whose first row is checked if
+            `raw`. Any other object is accepted.
+        name: the dataset's name in messages: train, eval, …
+        raw: whether TRL has yet to prepare the dataset; if so, columns with names for images are refused even if they hold no
+            images.
+        images: whether the trainer takes pairs with images; if so, only media other than images are refused, by the names of
+            columns.
+    """
+    if images:
+        _refuse_other_media(dataset, name)
+        return
+    if isinstance(dataset, IterableDataset):
+        first = next(iter(dataset), None) if raw else None
+        refuse_row(first or {}, name, 0)
+        columns = list(first or {})
+    elif isinstance(dataset, Dataset):
+        columns = dataset.column_names
+        suspicious = [column for column in columns if _may_hold_media(column, dataset)]
+        if suspicious:
+            view = dataset.select_columns(suspicious).with_format("arrow")
+            for start in range(0, len(view), _BATCH_ROWS):
+                for number, row in enumerate(view[start : start + _BATCH_ROWS].to_pylist(), start):
+                    refuse_row(row, name, number)
+    else:
+        return
+    unused = [column for column in columns if column in IMAGE_COLUMNS]
+    if raw and unused:
+        raise UsageError(
+            f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; the rows hold no "
+            f"images, so remove the column: dataset.remove_columns({unused})"
+        )
+
+
+def _refuse_other_media(dataset: Any, name: str) -> None:
+    """Raise UsageError if a dataset with images has columns of other media, which TRL would silently leave out."""
+    for column in getattr(dataset, "column_names", None) or ():
+        if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
+            raise UsageError(
+                f"the {name} dataset has a column {column}, which TRL does not read: only text and images are scored and "
+                f"trained on. Remove it: dataset.remove_columns({[column]})"
+            )
+
+
+def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
+    """Raise UsageError if a row holds more than text and token ids."""
+    media = media_of(row)
+    if media is not None:
+        raise UsageError(
+            f"row {number} of the {name} dataset holds more than text ({media}): stored reference log-probs are of text alone. "
+            "Use TRL's own trainer for rows with media"
+        )
+
+
+def _may_hold_media(column: str, dataset: Dataset) -> bool:
+    if column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS:
+        return True
+    return column in MESSAGE_COLUMNS and not _is_plain(dataset.data.schema.field(column).type)
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Return True if a column can hold only text, or messages whose content is text."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        message = kind.value_type
+        if not pa.types.is_struct(message) or message.get_field_index("content") < 0:
+            return False
+        kind = message.field("content").type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
+
+
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids.
 
-    One process of each node computes them, with `dataset_num_proc` processes.
+    One process of each node computes the token ids, with `dataset_num_proc` processes.
 
     Args:
-        dataset: rows as TRL's collator takes them.
+        dataset: rows in the form that TRL's collator takes.
         trainer: a constructed trainer.
         name: the dataset's name, for errors and the progress bar.
 
-    Raises UsageError, with the row's number, for a row that TRL's collator refuses, or whose images `max_length` cuts.
+    Raises UsageError, with the row's number, if TRL's collator refuses a row, or `max_length` cuts a row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, whose tokens "
-            "identify the rows: leave data_collator out"
+            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, but the tokens "
+            "of TRL's collator identify the rows: leave data_collator out"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
@@ -111,10 +203,10 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
 
 
 class RowTokens:
-    """Makes the token ids of one row, as `datasets.map` calls it.
+    """A function that makes the token ids of one row, for `datasets.map`.
 
     Args:
-        collator: TRL's collator of the run.
+        collator: the run's collator, from TRL.
         token: the model's image token.
         name: the dataset's name, for errors.
     """
@@ -124,17 +216,18 @@ class RowTokens:
         self._collator = copy.copy(collator)
         self._collator.processor, self._collator.max_length = self._tokens.processor, None
         self._name = name
-        # `datasets` names its cache by what this object holds, which should change whenever its tokens might.
+        # `datasets` names its cache by the content of this object, so the object holds every version that may change the
+        # tokens.
         self._versions = [importlib.metadata.version(package) for package in _MAKERS]
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:
             if "image" not in row and "images" not in row:
-                raise UsageError("there is no column images; use one with an empty list for rows without an image")
+                raise UsageError("there is no column images; add it, with an empty list for rows without an image")
             column = "image" if "image" in row else "images"
             if row[column] is None:
                 raise UsageError(
-                    f"{column} is null, which TRL does not read; use a column images, with empty lists where there is no image"
+                    f"{column} is null, which TRL does not read; use a column images, and an empty list if a row has none"
                 )
             images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:
@@ -154,10 +247,10 @@ class RowTokens:
 
 
 class CollatorWithReference:
-    """TRL's collator, whose batches also have the reference columns of their rows, float32 (rows,).
+    """A collator that adds the reference columns of the rows, float32 (rows,), to the batches of TRL's collator.
 
     Attributes:
-        collator: TRL's.
+        collator: TRL's collator.
     """
 
     def __init__(self, collator: Any) -> None:
@@ -180,7 +273,7 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation cuts image tokens, which fails in the model in the middle of a run."""
+    """Raise UsageError if the collator's truncation cuts image tokens, because the model would then fail during the run."""
     if max_length is None:
         return
     prompts = rows.with_format("arrow")["prompt_ids"]

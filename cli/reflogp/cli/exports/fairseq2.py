@@ -1,6 +1,6 @@
-"""Write fairseq2's preference datasets: JSON lines with reference scores, for training with `reference_model: null`.
+"""Write preference datasets for fairseq2, as JSON lines with reference scores, for training with `reference_model: null`.
 
-The format is that of facebookresearch/fairseq2, pull request 958; src/fairseq2/datasets/preference.py.
+The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 
 
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
-    """Write each row's own fields with reference_score_chosen and reference_score_rejected: sums in nats.
+    """Write each row's own fields, and the sums in nats as reference_score_chosen and reference_score_rejected.
 
     Raises UsageError for an output name that does not end in .jsonl, rows without the fields that fairseq2 reads, sums that may
-    leave out a completion's last tokens, or sums of 0, which fairseq2's reader takes for missing (`all(scores)` of a batch).
+    leave out a completion's last tokens, or sums of 0, which fairseq2's reader treats as missing (`all(scores)` of a batch).
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")
@@ -38,7 +38,7 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     pairs.refuse_truncated("fairseq2", "truncates nothing (it drops longer sequences)")
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
-        raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 takes for missing: {named_rows(np.flatnonzero(zero))}")
+        raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 treats as missing: {named_rows(np.flatnonzero(zero))}")
     scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
     with write_atomically(file) as partial, partial.open("w", encoding="utf-8") as out:
         for number, (row, chosen, rejected) in enumerate(scores):

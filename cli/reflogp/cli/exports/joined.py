@@ -1,6 +1,6 @@
 """Read preference pairs with reference log-probs from a file of `reflogp join` or of a job's result.
 
-Every export needs a finite value for every row of the dataset, in the dataset's order; this module checks that.
+Every export needs a finite value for every row of the dataset, in the dataset's order; this module checks both conditions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SETTINGS = ("reference_id", "reference_dtype", "snapshot", "max_length", "trunc
 
 @dataclass(frozen=True)
 class JoinedPairs:
-    """A dataset's n pairs, all with values, in the dataset's order.
+    """All n pairs of a dataset, each with values, in the dataset's order.
 
     Attributes:
-        file: the file that they were read from.
+        file: the file from which the pairs were read.
         reference_id, reference_dtype, snapshot: the reference and snapshot of the values.
         max_length, truncation_mode: the settings of the join.
         chosen_logps, rejected_logps: sums over the completion's tokens in nats, float32 (n,), finite.
         chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 (n,).
-        own_columns: the columns of the dataset itself; none in a job's result.
+        own_columns: the columns of the dataset itself; empty for a job's result.
     """
 
     file: Path
@@ -74,8 +74,8 @@ def read_pairs(file: Path) -> JoinedPairs:
 
     Raises:
         RowsWithoutValuesError: rows of the dataset have no values; the error names them.
-        UsageError: no such file, a file without values of pairs, values that are not plain sums or not finite, or rows out of
-            order.
+        UsageError: the file does not exist, has no values of pairs, has values that are not plain sums or not finite, or has
+            rows out of order.
     """
     try:
         opened = pq.ParquetFile(file)
@@ -129,7 +129,7 @@ def _as_usage_error(file: Path) -> Iterator[None]:
 
 
 def _refuse_rows_without_values(file: Path, table: pa.Table, rows: npt.NDArray[np.int64], expected: int) -> None:
-    """Raise RowsWithoutValuesError for rows that are null (a job's result) or left out (a joined file)."""
+    """Raise RowsWithoutValuesError if rows are null (in a job's result) or left out (of a joined file)."""
     null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
     reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
     if "error" in table.column_names:

@@ -1,6 +1,6 @@
 """Write Megatron-Bridge's artifact of offline reference log-probs: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
-The files are those of NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
+The files have the format of NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
 data/datasets/preference.py. The caller passes the training run's fingerprint, because the run's config is not read here.
 """
 
@@ -17,7 +17,8 @@ from reflogp.store.files import write_atomically
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
-#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The others are null if not given.
+#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The other fields are null if they are
+#: not given.
 _REQUIRED = (
     "dataset",
     "tokenizer",
@@ -29,16 +30,16 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact with pair_id 0 to n-1: sums in nats and token counts of both sides.
+    """Write an artifact with pair_id 0 to n-1: sums in nats and token counts of both completions.
 
-    The metadata is the fingerprint, num_pairs, and under `reflogp` the reference and snapshot of the values. The trainer
-    compares the fingerprint's fields and ignores the rest. It refuses a folder without metadata, so the old metadata is deleted
-    first and the new metadata is written last: the folder of an interrupted export is refused.
+    The metadata has the fingerprint's fields, num_pairs, and under `reflogp` the reference and snapshot of the values. The
+    trainer compares the fingerprint's fields and ignores the rest. The trainer refuses a folder without metadata. So the old
+    metadata is deleted first and the new metadata is written last, and the folder of an interrupted export is refused.
 
     Args:
         pairs: the pairs to write.
         folder: the artifact's folder.
-        fingerprint: the fields that the training run expects: those of `expected_scoring_metadata(config)`
+        fingerprint: the fields that the training run expects, which are those of `expected_scoring_metadata(config)`
             (training/dpo_train.py).
 
     Raises UsageError for a fingerprint that lacks fields or has another number of pairs, and for sums that may leave out a
@@ -46,9 +47,11 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:
-        raise UsageError(f"the metadata lacks {', '.join(lacking)}, which Megatron-Bridge compares with the training run's")
+        raise UsageError(
+            f"the metadata lacks {', '.join(lacking)}, which Megatron-Bridge compares with the training run's metadata"
+        )
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
-        raise UsageError(f"the metadata is of {fingerprint['num_pairs']} pairs, and {pairs.file} has {len(pairs)}")
+        raise UsageError(f"the metadata is of {fingerprint['num_pairs']} pairs, but {pairs.file} has {len(pairs)}")
     pairs.refuse_truncated("Megatron-Bridge", "truncates nothing (it gives longer pairs no loss)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}

@@ -1,7 +1,7 @@
 """Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of scoring.
 
-The format is that of allenai/open-instruct: open_instruct/model_utils.py, TensorCache; dpo_utils.py,
-build_reference_logprobs_cache. Its name is a hash of open-instruct's config, which is not read here.
+The format is that of allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache in
+dpo_utils.py. The file's name is a hash of open-instruct's config, which the caller passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reflogp.store.files import write_atomically
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]
 
-#: What compute_reference_cache_hash in dpo_utils.py returns: the first 16 digits of a sha256.
+#: Form of the result of compute_reference_cache_hash in dpo_utils.py, which is the first 16 digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
@@ -37,15 +37,15 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         loss_type: the run's loss.
 
     Raises:
-        UsageError: an invalid hash, values that were joined under keep_end, or the mean of a completion without tokens.
+        UsageError: the hash is invalid, the values were joined under keep_end, or a completion without tokens has no mean.
         ImportError: torch is not installed.
     """
     import torch
 
     if not _HASH.fullmatch(cache_hash):
-        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log has it")
+        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log has the hash")
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
-        raise UsageError(f"{pairs.file} was joined under {pairs.truncation_mode}, and open-instruct keeps a sequence's start")
+        raise UsageError(f"{pairs.file} was joined under {pairs.truncation_mode}, but open-instruct keeps a sequence's start")
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
     tensors = {
         f"{side}_logps": torch.tensor(_means(pairs, logps, tokens) if loss_type == "dpo_norm" else logps)

@@ -1,6 +1,6 @@
 """Watch a training run's reference log-probs with a TrainerCallback.
 
-The checks are in the other modules of this package. This module runs them, and decides what a finding does to the run.
+The checks are in the other modules of this package. This module runs the checks, and decides whether a finding stops the run.
 """
 
 from __future__ import annotations
@@ -40,40 +40,47 @@ _SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
-    """Checks that a run's reference log-probs are present, correct and used, and that the run follows its settings.
+    """A callback that checks a training run's reference log-probs, and whether the run follows its settings.
 
     A run is stopped only for faults of its reference values: columns that do not reach the loss, wrong values, or a reference
-    model that still runs. Everything else is logged as a warning and written to the report, and the run continues.
+    model that still runs. Any other problem is logged as a warning and written to the report, and the run continues.
 
-    - `columns`: the reference columns reach the collated batch and are finite, on every process. Stops the run.
-    - `forwards`: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no
-      additional forward pass without gradients. Stops the run. Additional policy passes with gradients (more than one
-      pass per micro-batch, or two with KTO's KL sequences) are only reported.
-    - `step_zero`: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding.
-      Stops the run. A policy whose own log-probs are not finite is only reported.
-    - `metrics`: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not
+    - `columns` stops the run if the reference columns do not reach the collated batch of every process, or are not finite.
+
+    - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
+      policy makes an additional forward pass without gradients. Additional policy passes with gradients (more than one pass per
+      micro-batch, or two with KTO's KL sequences) are only reported.
+
+    - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
+      log-probs by more than rounding. A policy whose own log-probs are not finite is only reported.
+
+    - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
       means over all processes, and policy log-probs that become NaN or infinite, are only reported.
-    - `schedule`: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
-      and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
-    - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
-      with its adapter off. Stops the run.
 
-    Trainers that get their values during training (RemoteRLOOTrainer, adapters of other frameworks) have no columns and no
-    rows to check.
+    - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
+      and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
+
+    - `spot_check` stops the run if some random rows, when they are scored again, get other values than the joined ones. The
+      rows are scored by a service, by the policy before it is trained, or by the policy with its adapter off.
+
+    The checks `columns` and `spot_check` do not run for trainers that get their values during training (RemoteRLOOTrainer,
+        adapters of other frameworks).
+
+
 
     The results are written to `output_dir/reflogp_audit.json`, with the store, reference id, snapshot and coverage of each
     dataset.
 
     Args:
-        on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
-        checks: which checks run; all by default.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. None chooses a tolerance for the
-            dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
+        on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
+        checks: names of the checks that run; by default all checks.
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If it is None, the tolerance depends on the
+            dtypes and the kind of model, and a reference that was scored in another dtype than the policy's is refused.
         spot_rows: number of rows in the spot check.
 
     Attributes:
-        step_zero: result of the step-0 gate; None until the first step, or where the check is off.
-        findings: check -> the problems that it found.
+        step_zero: result of the step-0 gate, or None before the first step and if the check is off.
+        findings: name of each check with problems -> the problems.
 
     Examples:
         >>> from reflogp.trainer import ReferenceAudit
@@ -121,9 +128,10 @@ class ReferenceAudit(TrainerCallback):
         return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
-        """Watch this trainer: add this callback to it, and wrap its training step.
+        """Watch a trainer: add this callback to the trainer, and wrap its training step.
 
-        A TRL trainer is expected to start at its reference; set `trainer.policy_starts_at_reference = False` if it does not.
+        The policy of a TRL trainer is expected to start as the reference model; otherwise set
+        `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
             raise UsageError("an audit watches one trainer; make another audit for another trainer")
@@ -136,7 +144,7 @@ class ReferenceAudit(TrainerCallback):
         step = trainer.training_step
 
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if not self._training:  # called by the user's own training loop
+            if not self._training:  # the user's own training loop has called the step
                 return step(model, inputs, *args, **kwargs)
             self._before_step(model, inputs)
             try:
@@ -159,7 +167,7 @@ class ReferenceAudit(TrainerCallback):
         self._not_run.clear()
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if self._forwards is not None:
-            self._forwards.remove()  # hooks of an earlier train() that was interrupted
+            self._forwards.remove()  # an earlier train() that was interrupted has left hooks
         if "forwards" in self.checks:
             self._forwards = ForwardCount(policy, self._reward_models)
             self._forwards.watch_others()
@@ -204,10 +212,10 @@ class ReferenceAudit(TrainerCallback):
         self._forwards.end()
         self._passes += self._forwards.policy
         problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
-        if self._given is not None and self._given.of_generated_text:  # generating needs forward passes too
+        if self._given is not None and self._given.of_generated_text:  # generation needs forward passes too
             self._found("forwards", problems)
             return
-        kl_passes = int(any(name.lower().startswith("kl_") for name in inputs))  # TRL runs this pass without gradients
+        kl_passes = int(any(name.lower().startswith("kl_") for name in inputs))  # TRL computes KTO's KL term without gradients
         words = f"the policy made {self._forwards.policy} forward passes for one micro-batch; training needs {1 + kl_passes}"
         as_a_reference = self._forwards.policy_without_grad > kl_passes
         self._found("forwards", problems + [words] * as_a_reference)
@@ -233,7 +241,7 @@ class ReferenceAudit(TrainerCallback):
             return
         if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
             self._schedule.came("logging", state.global_step)
-        if "loss" not in logs:  # a log of an evaluation or of a callback, perhaps on one process only
+        if "loss" not in logs:  # an evaluation or a callback has logged, perhaps on one process only
             return
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])
@@ -287,12 +295,12 @@ class ReferenceAudit(TrainerCallback):
         if not there:
             self._found("columns", ["a collated batch has no reference columns"])
         bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
-        if bad is not None:  # read at the next log: reading it at each step would make the GPU wait
+        if bad is not None:  # the next log reads the flag: reading it at each step would make the GPU wait
             self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
 
     @property
     def wants_first_batch(self) -> bool:
-        """Whether the next batch is the one to compare with the policy's own log-probs."""
+        """Return True if the next batch's values have to be compared with the policy's own log-probs."""
         if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
             return False
         return bool(self._trainer.state.global_step == self._schedule.first_step)
@@ -301,12 +309,12 @@ class ReferenceAudit(TrainerCallback):
         """Run the step-0 gate.
 
         Args:
-            seen: computes the `differences` of this process.
+            seen: function that returns the `differences` of this process' batch.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("the step-0 gate", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
-            self._not_run["step_zero"] = "no completion of the first batches is in the loss"
+            self._not_run["step_zero"] = "no completion token of the first batches counts in the loss"
             return
         self._not_run.pop("step_zero", None)
         self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))
@@ -344,7 +352,7 @@ class ReferenceAudit(TrainerCallback):
                 check,
                 [
                     f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so they were not "
-                    "compared; the reference's are"
+                    "compared; the reference's log-probs are finite"
                 ],
             )
         try:
@@ -360,7 +368,7 @@ class ReferenceAudit(TrainerCallback):
                 return
             self._found(check, [str(error)], error)
 
-    # Facts about the trainer.
+    # Properties of the trainer on which the checks depend.
 
     @property
     def _joined(self) -> dict[str, Any]:
@@ -373,14 +381,14 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _reward_models(self) -> list[torch.nn.Module]:
-        """Language models that may run in a training step: the trainer's reward functions that are modules."""
+        """Return the models that may run in a training step: the trainer's reward functions that are torch modules."""
         return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
     def _not_at_reference(self) -> str:
-        """The reason why the policy's current log-probs need not equal the reference's; empty if they should be equal.
+        """Return the reason why the policy's current log-probs need not equal the reference's; empty if they should be equal.
 
-        A reason is also recorded for the report, to explain why the step-0 gate did not run.
+        The reason is also recorded for the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start at the reference"
@@ -392,9 +400,10 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _logs_reference_means(self) -> bool:
-        """Whether the mean reference log-prob can be computed from the logged rewards and log-probs.
+        """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        DPO's rewards are beta times (log-prob minus reference), whatever the loss. KTO's are means over only some of the rows.
+        DPO's rewards are beta times (log-prob minus reference), whatever the loss. KTO's logged rewards are means over only
+        some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
@@ -402,14 +411,14 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _weighs_losses(self) -> bool:
-        """Whether the loss is a list of losses.
+        """Return True if the loss is a list of losses.
 
-        If it is, the rewards need not be beta times (log-prob minus reference): before 0.29, TRL adds up the rewards of the
-        losses, and some losses define theirs differently.
+        With several losses, the rewards need not be beta times (log-prob minus reference), because TRL before 0.29 adds up the
+        rewards of all losses, and some losses define their rewards differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
-    # Consequences of findings, and the report.
+    # Stop the run or warn because of findings, and write the report.
 
     def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
         """Stop the run because reference values are wrong, missing or computed again.
@@ -480,7 +489,9 @@ def _words(check: str, problems: list[str]) -> str:
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
-    """Attach an audit to a trainer that takes `audit=`: the given one, a default one for None or True, none for False."""
+    """Attach an audit to a trainer and return it; attach nothing if `audit` is False.
+
+    If `audit` is None or True, a `ReferenceAudit` with defaults is made."""
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):

@@ -59,7 +59,7 @@ class ForwardCount:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block, count no passes."""
+        """Count no passes within the block."""
         was_on, self._on = self._on, False
         try:
             yield
@@ -84,8 +84,8 @@ class ForwardCount:
 
 
 def _is_language_model(entry: Any) -> bool:
-    """Return True for a language model.
+    """Return True if an object is a language model.
 
-    Uses issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy object.
+    This calls issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy object.
     """
     return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())

@@ -1,4 +1,6 @@
-"""Check TRL's logged metrics, and read and write reflogp_audit.json: what a run trained on and what its audit found.
+"""Check TRL's logged metrics, and read and write reflogp_audit.json.
+
+The file says what a run trained on and what its audit found.
 
 Logged metrics must be means over all processes and agree with the joined columns.
 """
@@ -25,7 +27,7 @@ _ROUNDING = 1e-4
 
 @dataclass
 class Disagreements:
-    """The problems of a log.
+    """The problems of one log of training metrics.
 
     Attributes:
         reference: problems that show that the loss did not read the joined columns.
@@ -57,11 +59,12 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Start again: TRL's trainers empty their metrics with each log, even with one that a callback requests."""
+        """Discard the recorded means, because TRL's trainers empty their metrics with each log, even with a log that a callback
+        requests."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """Return the problems of a log of training metrics; all processes have to call this together."""
+        """Return the problems of a log of training metrics; all processes have to call this method together."""
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
         found = Disagreements()
@@ -71,9 +74,9 @@ class GlobalMeans:
             self.worst = max(self.worst, off)
             if off > _ROUNDING:
                 found.reported.append(
-                    f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} as the mean over all"
+                    f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} on average over all processes"
                 )
-        # Check means over all processes, even if the log has other values, so that all processes find the same problems.
+        # Check means over all processes, even if the log has other values: then all processes find the same problems.
         on_all_ranks = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
         self._check_references(on_all_ranks, beta, found)
         self.compared += 1
@@ -98,7 +101,7 @@ class GlobalMeans:
             if math.isfinite(joined) and not math.isfinite(logs[f"logps/{side}"]):
                 found.reported.append(
                     f"the policy's log-probs are no longer finite (logps/{side} is {logs[f'logps/{side}']}); the "
-                    "reference's are"
+                    "reference's log-probs are finite"
                 )
             elif apart(logged, joined) > _ROUNDING:
                 found.reference.append(
@@ -116,7 +119,7 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def apart(left: float, right: float) -> float:
-    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one is."""
+    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one of them is NaN."""
     if math.isnan(left) and math.isnan(right):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))
@@ -131,7 +134,7 @@ _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "acceler
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
-    """Write the report; a reader sees either the complete old one or the complete new one."""
+    """Write the report; a reader sees either the complete old report or the complete new report."""
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
     with write_atomically(file) as partial:
@@ -140,7 +143,8 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
 
 
 def begin_report(output_dir: str, process: int) -> None:
-    """Mark a run that is being built as unfinished, so that an earlier run's verdict is not taken for this one's.
+    """Write the verdict "unfinished" for a new run, so that an earlier run's verdict in the same folder is not mistaken for its
+    own.
 
     Args:
         output_dir: the run's output folder.

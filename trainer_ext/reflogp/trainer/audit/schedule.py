@@ -1,6 +1,6 @@
 """Find the steps, logs, evaluations and saves that a trainer's settings ask for but that did not happen.
 
-This says nothing about values, so the audit only reports these problems and never stops a run for them.
+Such problems do not make reference values wrong, so the audit only reports them and never stops a run because of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Schedule:
         self._stepped += 1
 
     def step_ended(self, global_step: int) -> list[str]:
-        """End a step, and return the problems of the step that ends as `global_step`."""
+        """Record that step `global_step` has ended, and return its problems."""
         problems = []
         if global_step != self.global_step + 1:
             problems.append(f"global_step went from {self.global_step} to {global_step} in one step")

@@ -28,7 +28,7 @@ class SpotCheck:
     Attributes:
         by: "service", "policy", or the reason why the rows could not be scored again.
         rows: numbers of the checked rows in the training dataset.
-        seen: `step_zero.differences` of each part that this process scored.
+        seen: the result of `step_zero.differences` for each part that this process scored.
     """
 
     by: str
@@ -47,7 +47,7 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     """
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
-        return SpotCheck("not checked: a stream's rows cannot be chosen", [], [])
+        return SpotCheck("not checked: rows of a stream cannot be chosen at random", [], [])
     chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(rows, len(dataset))))
     source = getattr(trainer, "reference", None)
     if source is not None and source.is_service:
@@ -80,7 +80,7 @@ def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torc
 
 
 def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
-    """Return the completion lengths of a reference column's sequences, in each TRL version's spelling of the batch."""
+    """Return the completion lengths of a reference column's sequences, from a collated batch of any TRL version."""
     masks = {
         "ref_chosen_logps": ("chosen_attention_mask",),
         "ref_rejected_logps": ("rejected_attention_mask",),

@@ -38,8 +38,8 @@ class StepZero:
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
-        not_finite: number of sequences left out because the policy's own log-probs are NaN or infinite and the reference's are
-            not.
+        not_finite: number of sequences left out because the policy's own log-probs, unlike the reference's, are NaN or
+            infinite.
     """
 
     sequences: int
@@ -127,11 +127,13 @@ def compared(
 
     Args:
         parts: the `differences` of each part.
-        allowed: maximum of |policy - reference| / sqrt(tokens), in nats; None chooses it by the dtypes and the kind of model.
+        allowed: maximum of |policy - reference| / sqrt(tokens), in nats; if it is None, it depends on the dtypes and the kind
+            of model.
         reference_dtype: dtype in which the reference was scored.
         policy: the unwrapped model.
-        accelerator: the trainer's, which may run the policy in mixed precision; None if there is none.
-        advice_for_dtype: returns advice on how to get the reference's values in a dtype; None for general advice.
+        accelerator: the trainer's accelerator, which may run the policy in mixed precision, or None.
+        advice_for_dtype: function that returns advice on how to get the reference's values in a dtype, or None for general
+            advice.
     """
     policy_dtype = computes_in(policy, accelerator)
     advice = (advice_for_dtype or _in_general)(policy_dtype)

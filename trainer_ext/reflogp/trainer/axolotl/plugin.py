@@ -1,8 +1,9 @@
 """An axolotl plugin that trains on stored reference log-probs, without a reference model.
 
 axolotl loads a reference model before it makes its trainer, in full fine-tuning even if the trainer would not use it
-(axolotl/train.py, `setup_reference_model`). This module replaces that function with one that loads no model for a run with the
-plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command and launchers.
+(axolotl/train.py, `setup_reference_model`). This module replaces `setup_reference_model` with a function that loads no model
+for a run with the plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command
+and launchers.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a reference model as axolotl does, but none for a run with the plugin."""
+    """Load a reference model as axolotl does, but load no model for a run with the plugin."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
@@ -54,14 +55,14 @@ axolotl.train.setup_reference_model = _no_reference_model
 
 
 class StoredReferencePlugin(BasePlugin):
-    """Trains on stored reference log-probs; the YAML file's section `reflogp:` says where they are."""
+    """A plugin that trains on stored reference log-probs; the section `reflogp:` of the YAML file says where they are."""
 
     def get_input_args(self) -> str:
         """Return the name of the class that describes the plugin's keys in the YAML file."""
         return "reflogp.trainer.axolotl.settings.PluginSettings"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        """Check the settings before axolotl loads datasets and models; load no dataset.
+        """Check the settings before axolotl loads datasets and models. This method itself loads no dataset.
 
         Raises UsageError for settings that stored values do not cover.
         """
@@ -93,8 +94,8 @@ def _prepare(cfg: Any) -> None:
 def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if cfg.rl not in _TRAINERS:
         raise UsageError(
-            f"rl: {cfg.rl.value if cfg.rl else 'not set'} has no reference log-probs of given completions: remove the plugin "
-            "StoredReferencePlugin"
+            f"rl: {cfg.rl.value if cfg.rl else 'not set'} does not use reference log-probs of given completions: remove the "
+            "plugin StoredReferencePlugin"
         )
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 divides sequences among processes, which is not supported")

@@ -13,9 +13,9 @@ from reflogp.trainer.source import OnMiss, ReferenceSource
 
 
 class StoredReferenceSettings(BaseModel):
-    """Where the reference log-probs are, of which model they are, and what to check.
+    """Settings: where the reference log-probs are, which model computed them, and what to check.
 
-    axolotl refuses other keys before it reads data.
+    axolotl refuses unknown keys before it reads data.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -23,7 +23,7 @@ class StoredReferenceSettings(BaseModel):
     store: str = Field(description="a store (folder, s3://…) or a running service (http://…)")
     model: str | None = Field(None, description="the reference model; default: base_model")
     dtype: Dtype | None = Field(
-        None, description="dtype of the reference; default: the one that the store has, else the policy's"
+        None, description="dtype of the reference; default: the dtype in which the store has the model, else the policy's"
     )
     reference: str | None = Field(None, description="a service's name for the reference, instead of a model")
     reference_id: str | None = Field(None, description="the reference's id, instead of a model")
@@ -35,14 +35,14 @@ class StoredReferenceSettings(BaseModel):
 
     @property
     def names_reference(self) -> bool:
-        """Whether the settings name the reference, so that axolotl's own settings for it play no part."""
+        """Return True if the settings name the reference; then axolotl's own settings for a reference are not used."""
         return not (self.model is None and self.reference is None and self.reference_id is None)
 
     def trainer_arguments(self, base_model: str) -> dict[str, Any]:
         """Return the arguments of `CachedReferenceMixin` for these settings.
 
         Args:
-            base_model: the reference model if the settings name none.
+            base_model: the model that is the reference if the settings name no reference.
 
         Raises UsageError for settings that contradict each other.
         """
@@ -75,7 +75,7 @@ def has_plugin(cfg: Any) -> bool:
 
 
 def settings_of(cfg: Any) -> StoredReferenceSettings:
-    """Return the section `reflogp:` of axolotl's settings. Raises UsageError if there is none."""
+    """Return the section `reflogp:` of axolotl's settings. Raises UsageError if the section is missing."""
     if not cfg.reflogp:
         raise UsageError("the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, with `store: ./logps`")
     return StoredReferenceSettings(**cfg.reflogp)

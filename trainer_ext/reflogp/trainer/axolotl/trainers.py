@@ -1,4 +1,4 @@
-"""axolotl's DPO and KTO trainers on stored reference log-probs."""
+"""Train with axolotl's DPO and KTO trainers on stored reference log-probs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class StoredReferenceMixin(CachedReferenceMixin):
 
 
 class StoredDPOTrainer(StoredReferenceMixin, AxolotlDPOTrainer):
-    """axolotl's DPO trainer on stored values."""
+    """axolotl's DPO trainer, with reference log-probs from a store or a service."""
 
 
 class StoredKTOTrainer(StoredReferenceMixin, AxolotlKTOTrainer):
-    """axolotl's KTO trainer on stored values."""
+    """axolotl's KTO trainer, with reference log-probs from a store or a service."""
 
 
 def _base_model(cfg: Any) -> str:

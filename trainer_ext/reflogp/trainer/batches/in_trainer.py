@@ -1,4 +1,4 @@
-"""Make a framework's trainer, one of transformers' trainers, train on stored values: the code that all adapters share."""
+"""Make a framework's trainer, a subclass of transformers' Trainer, train on stored values: the code that all adapters share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ _AnyTrainer: Any = object
 
 @dataclass(frozen=True)
 class StoredReference:
-    """What a run on stored values needs to know besides the framework's own settings.
+    """The settings of a run on stored values that are not settings of the framework.
 
     Attributes:
-        source: where the values are.
-        run_command: score missing rows here, by running `reflogp score` in a separate process.
-        policy_starts_at_reference: the policy begins as the reference, so the first batch is compared with the stored values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one.
+        source: where the values are stored.
+        run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
+        policy_starts_at_reference: whether the policy begins as the reference; if so, the first batch is compared with the
+            stored values.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose it by the
+            dtypes.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 
@@ -45,14 +47,14 @@ class StoredReference:
 
 
 class BatchReferenceMixin(_AnyTrainer):
-    """Mixin to put before a framework's trainer that is one of transformers' trainers.
+    """Mixin to put before a framework's trainer that is a subclass of transformers' Trainer.
 
     An adapter's class calls `use_stored_reference` at the end of its constructor, and overrides the function in which the
     framework runs its reference model.
 
     Attributes:
         ref_model: the BatchReference.
-        joins: dataset name -> what was looked up and from where. Also in `output_dir/reflogp_audit.json`.
+        joins: name of each dataset -> what was looked up and from where, which is also in `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
 
@@ -62,11 +64,11 @@ class BatchReferenceMixin(_AnyTrainer):
         """Look up the values of all datasets, and begin to watch the run.
 
         Args:
-            stored: where the values are, and what to check.
-            rows_of: returns the rows of a dataset of the framework.
+            stored: where the values are stored, and what to check.
+            rows_of: function that returns the rows of a dataset of the framework.
 
         Raises:
-            UsageError: a dataset that is a stream.
+            UsageError: a dataset is a stream.
             MissingLogpsError, UnusableLogpsError, RankFailedError: see BatchReference.
         """
         begin_report(self.args.output_dir, self.args.process_index)
@@ -82,10 +84,10 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the step-0 gate if the next batch is the run's first; adapters call this for every batch.
+        """Run the step-0 gate if the next batch is the run's first; adapters call this method for every batch.
 
         Args:
-            policy: computes the policy's sums, (n,), without gradients and dropout.
+            policy: function that computes the policy's sums, (n,), without gradients and dropout.
             reference: the stored sums, (n,).
             tokens: number of tokens in each sum, (n,).
         """
@@ -99,7 +101,8 @@ class BatchReferenceMixin(_AnyTrainer):
 
     @contextmanager
     def policy_as_reference(self, model: Any) -> Iterator[None]:
-        """Within the block, the framework's own function for the reference runs the policy, without dropout and gradients."""
+        """Make the framework's own function for the reference run the policy within the block, without dropout and
+        gradients."""
         stored, was_training = self.ref_model, model.training
         self.ref_model = model
         model.eval()
@@ -111,7 +114,7 @@ class BatchReferenceMixin(_AnyTrainer):
             self.ref_model = stored
 
     def _datasets(self) -> dict[str, Any]:
-        """Return the name of each dataset that the trainer has -> the dataset."""
+        """Return the trainer's datasets by name."""
         found = {} if self.train_dataset is None else {"train": self.train_dataset}
         evaluated = self.eval_dataset
         if isinstance(evaluated, dict):
@@ -122,6 +125,6 @@ class BatchReferenceMixin(_AnyTrainer):
 def _whole(dataset: Any, name: str) -> Any:
     if not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"the {name} dataset is a stream, and all rows have to be looked up before training: read it as a whole"
+            f"the {name} dataset is a stream, but all rows have to be looked up before training: load it without streaming"
         )
     return dataset

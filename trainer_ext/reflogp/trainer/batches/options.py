@@ -21,17 +21,17 @@ _FOR_PROCESSES = "REFLOGP_TRAIN_OPTIONS"
 
 
 def read_options(
-    command: str, words: Sequence[str], model: str, dtype: str = "the one that the store has, else the policy's"
+    command: str, words: Sequence[str], model: str, dtype: str = "the dtype in which the store has the model, else the policy's"
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Take the options that begin with --reflogp out of a command line.
 
-    If there are none, use the options of the command that started this process.
+    If the command line has no such options, use the options of the command that started this process.
 
     Args:
         command: the command, for its help.
-        words: its arguments.
-        model, dtype: what --reflogp.model and --reflogp.dtype are by default, in words; dtype's own default is what
-            `stored_reference` does.
+        words: the arguments of the command.
+        model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help; the default description
+            of the dtype is that of `stored_reference`.
 
     Returns:
         the options, the other arguments, and the parser.
@@ -56,16 +56,22 @@ def read_options(
         "--reflogp.policy_starts_elsewhere",
         dest="policy_starts_elsewhere",
         action="store_true",
-        help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
+        help="the policy does not begin as the reference, so the first batch is not compared with the stored values",
     )
     add(
         "--reflogp.step_zero_tolerance",
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference on the first batch",
+        help="allowed difference on the first batch, in nats/√tokens",
     )
-    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="if values are wrong")
+    add(
+        "--reflogp.on_finding",
+        dest="on_finding",
+        choices=("fail", "warn"),
+        default="fail",
+        help="what to do if reference values are wrong",
+    )
     given = [word for word in words if word.startswith("--reflogp.")]
     if not given and _FOR_PROCESSES in os.environ:
         options, others = argparse.Namespace(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
@@ -79,13 +85,13 @@ def read_options(
 
 
 def warn_if_untested(package: str, tested: str) -> None:
-    """Warn if a framework's installed version is not the one that reflogp was tested with.
+    """Warn if a framework's installed version is not the version with which reflogp was tested.
 
-    The run goes on, and the step-0 gate decides.
+    The run continues, and the step-0 gate stops it if the log-probs differ.
 
     Args:
         package: the framework's package.
-        tested: the version; a shorter one, such as "0.11", stands for all that begin with it.
+        tested: the version; a shorter version, such as "0.11", stands for all versions that begin with it.
     """
     found = importlib.metadata.version(package)
     if f"{found}.".startswith(f"{tested}."):
@@ -103,7 +109,7 @@ def give_to_processes(options: argparse.Namespace) -> None:
 
 
 def names_reference(options: argparse.Namespace) -> bool:
-    """Return True if the options name the reference, so that the framework's own settings for it play no part."""
+    """Return True if the options name the reference; then the framework's own settings for a reference are not used."""
     return not (options.model is None and options.reference is None and options.reference_id is None)
 
 
@@ -116,12 +122,12 @@ def unclear_reference(setting: str, model: str) -> UsageError:
 
 
 def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> ReferenceSource:
-    """Return where the values are.
+    """Return the source of the values.
 
     Args:
         options: see `read_options`.
-        model: the model that the framework would load as its reference; None if the options name the reference.
-        dtype: dtype of the reference if the options name none.
+        model: the model that the framework would load as its reference, or None if the options name the reference.
+        dtype: dtype of the reference if the options name no dtype.
 
     Raises UsageError for options that contradict each other.
     """
@@ -140,7 +146,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return what a run needs to know. The dtype is the one in which the location has the model, else the policy's.
+    """Return the settings of a run. The reference's dtype is the one in which the store or service has the model, else the
+    policy's.
 
     Args:
         options, model: see `source_of`.

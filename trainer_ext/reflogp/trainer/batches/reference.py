@@ -1,44 +1,71 @@
-"""An object in place of a framework's reference model, which gives the stored values of padded batches."""
+"""Give a framework the stored values of its padded batches, through an object in place of its reference model.
+
+The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
+from datasets import Dataset
 
-from reflogp.store import UsageError
+from reflogp.store import ReferenceNotFoundError, StoreNotFoundError, UsageError
+from reflogp.store.joins import Asked, ask
 from reflogp.store.texts import counted, short_repr
-from reflogp.trainer.batches.lookup import look_up_rows
-from reflogp.trainer.batches.sequences import IGNORED, TokenDataset
+from reflogp.store.windows import TrainerSettings
+from reflogp.trainer.batches.sequences import IGNORED, RowValues, Sequences, TokenDataset, save_row_values, sequences_of
 from reflogp.trainer.construction import ReferenceDuringTraining
-from reflogp.trainer.errors import MissingLogpsError
+from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
+from reflogp.trainer.join import NONE_FOUND, JoinRecord, answer_rows, some_rows
+from reflogp.trainer.layouts import layout_of
+from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.values import Where
+from reflogp.trainer.values import Values, Where, command_to_score
+
+T = TypeVar("T")
+
+#: Maximum number of sequences per lookup. This limit bounds memory, in which the values of one lookup exist twice.
+_AT_ONCE = 65_536
+_SEQUENCES = "completion_ids"
+#: Exit code of `reflogp score` if it left rows out; MissingLogpsError then names these rows.
+_ROWS_LEFT_OUT = 3
+#: Environment variables that a launcher sets for its processes, and that the scoring command must not inherit.
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class BatchReference(ReferenceDuringTraining):
-    """Reference log-probs of padded batches, from a store or a service.
+    """The reference log-probs of padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. In a batch, each row is
     found by its tokens, so shuffling, packing and evaluation need no special handling.
 
     Args:
-        source: where the values are. Files of `reflogp join` hold sums of whole completions and cannot be used.
-        datasets: name -> tokenised dataset, all that the trainer will see: {"train": …, "eval": …}.
+        source: where the values are stored. Files of `reflogp join` hold sums of whole completions and cannot be used.
+        datasets: name -> tokenised dataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
         output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
-        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        UsageError: a source that cannot be used.
+        UsageError: the source cannot be used.
         RankFailedError: another process of a distributed run has raised one of these.
 
     Attributes:
-        joins: dataset name -> what was looked up and from where.
+        joins: name of each dataset -> what was looked up and from where.
         where: where the values come from.
 
     Examples:
@@ -75,8 +102,8 @@ class BatchReference(ReferenceDuringTraining):
             attention_mask: 0 where a token is padding, (B, L).
 
         Returns:
-            log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is that of token t + 1; 0 before a
-            row's completion and in its padding.
+            log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is the log-prob of token t + 1; entries
+            before a row's completion and in its padding are 0.
 
         Raises MissingLogpsError for a row that is in none of the datasets.
         """
@@ -101,16 +128,16 @@ class BatchReference(ReferenceDuringTraining):
 
         Args:
             input_ids, attention_mask: see `token_logps`, (B, L).
-            labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in it.
+            labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in the sum.
 
         Returns:
             sums in nats, float32 (B,), and numbers of tokens, int64 (B,), on the device of `input_ids`.
 
-        Raises UsageError for labels at padding, whose log-probs no store has.
+        Raises UsageError if padding has labels, because no store has log-probs of padding.
         """
         if bool(((labels != IGNORED) & (attention_mask == 0)).any()):
             raise UsageError("padding has labels other than -100, so the loss counts its log-probs, which no store has")
-        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # with padding before it, a first token has a place
+        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # a first token after padding has an entry
         values = self.token_logps(input_ids, attention_mask).double()
         return (values * counts).sum(1).float(), counts.sum(1)
 
@@ -119,7 +146,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     """Raise UsageError for a source that cannot give values by tokens, before anything is loaded."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} holds one sum for each completion, but a value for each token is needed here: give the store"
+            f"{source.location} holds one sum for each completion, but this needs a value for each token: give the store"
         )
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' is for TRL's trainers; here use 'error' or 'score'")
@@ -127,3 +154,163 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
         raise UsageError("to score missing rows in this run, give a store and model=; for a service use on_miss='score'")
     if run_command and source.snapshot is not None:
         raise UsageError(f"newly scored values will not be in snapshot {source.snapshot}: leave the snapshot out")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The result of the first process' lookup, which all processes receive."""
+
+    where: Where
+    scored: dict[str, int]
+
+
+def look_up_rows(
+    datasets: Mapping[str, TokenDataset], source: ReferenceSource, output_dir: Path, run_command: bool
+) -> tuple[RowValues, dict[str, JoinRecord]]:
+    """Return the values of all rows of some datasets; every process gets the same values.
+
+    The first process of each node reads the datasets. The first process of the run finds the missing sequences, and has them
+    scored if the source or `run_command` says so, while the others wait. Then each node reads the values of one snapshot into a
+    file that its processes map into memory.
+
+    Args:
+        datasets: name -> dataset.
+        source: where the values are stored.
+        output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
+        run_command: whether to score missing sequences here, by running `reflogp score` in a separate process.
+
+    Returns: the values, and what was joined for each dataset.
+
+    Raises:
+        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        RankFailedError: another process has raised one of these.
+    """
+    rank = Rank.here()
+    walks = rank.local_rank == 0
+    sequences = on_all_ranks_for_long("reading the datasets", lambda: sequences_of(datasets) if walks else None)
+
+    def answer() -> Answered | None:
+        return _answered(_given(sequences), source, output_dir, run_command) if rank.rank == 0 else None
+
+    answered = _given(gather(on_all_ranks_for_long("looking up the reference log-probs", answer))[0])
+
+    def read() -> Path | None:
+        return _saved(_given(sequences), source.open(answered.where.snapshot)) if walks else None
+
+    file = _given(of_my_node(gather(on_all_ranks_for_long("reading the reference log-probs", read))))
+    values = on_all_ranks("mapping the reference log-probs", lambda: RowValues(file))
+    joins = {
+        name: JoinRecord(answered.where, TrainerSettings(), rows=len(dataset), scored=answered.scored.get(name, 0))
+        for name, dataset in datasets.items()
+    }
+    return values, joins
+
+
+def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, run_command: bool) -> Answered:
+    asked = ask(sequences.table)
+    values, never_scored = _opened(source)
+    missing = at_first = _missing_of(values, asked)
+    if missing.any() and values is not None and source.on_miss == "score":
+        rows = Dataset(sequences.table)
+        values, join, _ = answer_rows(rows, layout_of(rows.column_names), asked, source, values, TrainerSettings())
+        missing = join.missing
+    elif missing.any() and run_command:
+        _run(_written(sequences, missing, source, values, output_dir))
+        values, never_scored = source.open(), ""
+        missing = _missing_of(values, asked)
+    if missing.any() or values is None:
+        command = _written(sequences, missing, source, values, output_dir)
+        hint = ". "
+        if never_scored:
+            hint = f" ({never_scored}). "
+        elif np.array_equal(missing, _needed(asked)):
+            hint = f". {NONE_FOUND}"
+        raise _missing_error(sequences.rows(missing), sequences, source, hint, command)
+    return Answered(values.where, {name: len(rows) for name, rows in sequences.rows(at_first).items()})
+
+
+def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
+    """Return the values and an empty text. If the store has no values of this reference, return None and a text that says
+    so."""
+    try:
+        return source.open(), ""
+    except (ReferenceNotFoundError, StoreNotFoundError) as error:
+        if source.is_service or source.described is None:
+            raise
+        return None, str(error.__cause__ or error)  # the cause's text, which lacks the command for the whole dataset
+
+
+def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
+    return _needed(asked) if values is None else values.answer(asked, TrainerSettings()).missing
+
+
+def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
+    """Return True for each sequence that needs values; a sequence with an empty completion needs none."""
+    return asked.needed[_SEQUENCES] > 0
+
+
+def _written(
+    sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
+) -> str:
+    """Write the missing sequences into a file, and return the command that scores it."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / "reflogp-missing.parquet"
+    pq.write_table(sequences.table.filter(pa.array(missing)), file)
+    if values is not None:
+        return values.command(source.model, str(file), TrainerSettings())
+    assert source.described is not None
+    return command_to_score(str(source.model), source.described, str(file), source.location, TrainerSettings())
+
+
+def _run(command: str) -> None:
+    """Run a `reflogp` command with this Python interpreter, in a process that is not part of this distributed run."""
+    words = [sys.executable, "-c", "from reflogp.cli import main; main()", *shlex.split(command)[1:]]
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+    if status not in (0, _ROWS_LEFT_OUT):
+        raise ReferenceLogpsError(f"`{command}` ended with status {status}; its output is above")
+
+
+def _missing_error(
+    rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences, source: ReferenceSource, hint: str, command: str
+) -> MissingLogpsError:
+    first = next(iter(rows.values()), np.empty(0, np.int64))
+    named = _named(rows, sequences)
+    return MissingLogpsError(
+        f"{named} have no reference log-probs in {source.location}{hint}Score them: {command}",
+        [int(row) for row in first],
+        command,
+    )
+
+
+def _named(rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences) -> str:
+    return " and ".join(
+        f"{len(some)} of {len(sequences.of[name])} rows of {name} (rows {some_rows(some)})" for name, some in rows.items()
+    )
+
+
+def _saved(sequences: Sequences, values: Values) -> Path:
+    """Write the values of all sequences into a file that this node's processes map into memory; return its path."""
+    asked = ask(sequences.table)
+    keys, needed = asked.keys[_SEQUENCES], asked.needed[_SEQUENCES]
+    parts = [values.token_lists(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE)]
+    lengths = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy() for part in parts]).astype(np.int64)
+    flat = np.concatenate([part.flatten().to_numpy(zero_copy_only=False) for part in parts])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    unusable = lengths != needed
+    unusable[np.searchsorted(offsets, np.flatnonzero(~np.isfinite(flat)), "right") - 1] = True
+    if unusable.any():
+        rows = sequences.rows(unusable)
+        raise UnusableLogpsError(
+            f"{_named(rows, sequences)} have reference log-probs that are damaged or not finite in {values.where.store}; run "
+            "`reflogp store verify` on the store",
+            [int(row) for row in next(iter(rows.values()))],
+        )
+    lists = pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.float32()))
+    return save_row_values(sequences.row_keys, lists)
+
+
+def _given(value: T | None) -> T:
+    assert value is not None
+    return value

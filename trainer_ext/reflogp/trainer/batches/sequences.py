@@ -1,6 +1,6 @@
-"""Collect the token sequences of a framework's datasets, exactly as the framework made them, and find a row's values.
+"""Collect the token sequences of a framework's datasets, exactly as the framework made them.
 
-The values are in an Arrow file that the processes of a node share; they are looked up by a row's tokens.
+The values of the sequences are in an Arrow file that the processes of a node share. A row's values are found by its tokens.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _ROWS_AT_ONCE = 1024
 class TokenDataset(Protocol):
     """A tokenised dataset as a framework will batch it.
 
-    Iterating gives, for each row, its sequences (a pair has two) as (token ids without padding, position of the first token of
-    the completion). Every row has the same number of sequences.
+    Iteration yields the sequences of each row (a pair has two), each as (token ids without padding, position of the first token
+    of the completion). Every row has the same number of sequences.
     """
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def __iter__(self) -> Iterator[Sequence[tuple[TokenIds, int]]]:
-        """Iterate over the rows, in their order."""
+        """Iterate over the rows in the order of the dataset."""
 
 
 class LabelledColumns:
-    """A `datasets.Dataset` with columns of token ids, each with a column of labels: a TokenDataset.
+    """A TokenDataset made from a `datasets.Dataset` that has a column of labels for each column of token ids.
 
     A completion begins at the first label that is not -100.
 
@@ -78,11 +78,11 @@ class LabelledColumns:
 
 
 def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds, int]:
-    """Return a sequence as a TokenDataset gives it.
+    """Return a sequence in the form in which a TokenDataset yields it.
 
     Args:
         token_ids: without padding, (n,).
-        labels: -100 for tokens that the loss leaves out, (n,); the completion begins at the first other label.
+        labels: -100 for tokens that the loss leaves out, (n,); the completion begins at the first label that is not -100.
     """
     whole = np.asarray(token_ids).astype(np.uint32)
     used = np.flatnonzero(np.asarray(labels) != IGNORED)
@@ -90,18 +90,18 @@ def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds,
 
 
 def row_key(token_ids: TokenIds) -> bytes:
-    """Return 16 bytes that identify a row's tokens, prompt and completion together; the prompt's length plays no part."""
+    """Return 16 bytes that identify a row's tokens, prompt and completion together, whatever the length of the prompt."""
     return hashlib.blake2b(token_ids.astype("<u4").tobytes(), digest_size=16, person=_ROW_PERSON).digest()
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """n different sequences, and the rows that they belong to.
+    """Different sequences, n in number, and the rows to which they belong.
 
     Attributes:
-        table: prompt_ids and completion_ids, large_list<uint32>, n rows; `reflogp score` reads it as tokens.
-        row_keys: `row_key` of each sequence's tokens.
-        of: dataset's name -> positions in `table` of each row's sequences, int64 (rows, sequences of a row).
+        table: prompt_ids and completion_ids, large_list<uint32>, n rows, which `reflogp score` reads as tokens.
+        row_keys: the result of `row_key` for each sequence's tokens.
+        of: name of each dataset -> positions in `table` of each row's sequences, int64 (rows, sequences of a row).
     """
 
     table: pa.Table
@@ -109,7 +109,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return dataset's name -> numbers of its rows with a marked sequence; datasets without such rows are left out."""
+        """Return the numbers of the rows that have a marked sequence, by name of the dataset; leave out datasets without such
+        rows."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
@@ -117,11 +118,11 @@ class Sequences:
 def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
     """Collect the sequences of datasets.
 
-    Rows with the same tokens are one sequence. If their completions begin at different tokens, the longer completion is used: a
-    token's log-prob depends on the tokens before it, and not on which of these count as the prompt.
+    Rows with the same tokens share one sequence. If the completions of such rows begin at different tokens, the longer
+    completion is used: a token's log-prob depends on the tokens before it, and not on how many of these belong to the prompt.
 
     Args:
-        datasets: name -> dataset.
+        datasets: the datasets by name.
     """
     tokens: list[TokenIds] = []
     begins: list[int] = []
@@ -175,7 +176,7 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the values of a row's last tokens, in nats; None for a row that is not in the file.
+        """Return the values of a row's last tokens, in nats, or None if the row is not in the file.
 
         Args:
             token_ids: prompt and completion, without padding, (n,).

@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun where it always does. Only the functions that make
-its reference model and its trainers are replaced.
+LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only LLaMA-Factory's
+functions that make the reference model and the trainers are replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reflogp.trainer.llamafactory.trainers import StoredDPOTrainer, StoredKTOTra
 
 _MODULE = "reflogp.trainer.llamafactory.train"
 _TESTED = "0.9.5"
-#: LLaMA-Factory's names of the stages that have no reference log-probs of given completions.
+#: LLaMA-Factory's names of the stages that do not use reference log-probs of given completions.
 _OTHER_STAGES = ("pt", "sft", "rm", "ppo")
 
 
@@ -55,11 +55,11 @@ class Replacements:
         self._stored: StoredReference | None = None
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Make no model; only remember which one it would be, to find its values."""
+        """Make no model, but record which model LLaMA-Factory would load, to find its values."""
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
-        """Return the path or hub id of the model that LLaMA-Factory would load; None if an option names the reference."""
+        """Return the path or hub id of the model that LLaMA-Factory would load, or None if an option names the reference."""
         if names_reference(self._options):
             return None
         own = finetuning_args.ref_model is None
@@ -74,7 +74,7 @@ class Replacements:
                 raise unclear_reference(name, "model_name_or_path")
         model = str(finetuning_args.ref_model or model_args.model_name_or_path)
         if not Path(model).is_dir() and (use_modelscope() or use_openmind()):
-            raise UsageError(f"{model} comes from another hub than Hugging Face's: give the folder that it was downloaded to")
+            raise UsageError(f"{model} comes from another hub than Hugging Face's: give the folder to which it was downloaded")
         revision = getattr(model_args, "model_revision", None)
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
@@ -83,11 +83,11 @@ class Replacements:
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
-                raise UsageError("a run that only evaluates has the policy as its reference: start it with llamafactory-cli")
+                raise UsageError("a run that only evaluates uses the policy as its reference: start it with llamafactory-cli")
             if self._stored is None:
                 loss = getattr(kwargs.get("finetuning_args"), "pref_loss", None)
                 raise UsageError(
-                    f"pref_loss {loss} has no reference model: start this run with llamafactory-cli"
+                    f"pref_loss {loss} uses no reference model: start this run with llamafactory-cli"
                     if loss in ("orpo", "simpo")
                     else f"this LLaMA-Factory makes its reference model differently from {_TESTED}, which reflogp supports"
                 )
@@ -106,9 +106,9 @@ def main() -> None:
     warn_if_untested("llamafactory", _TESTED)
     if is_env_enabled("USE_V1"):
         raise UsageError("USE_V1 is LLaMA-Factory's other engine, which reflogp does not support: unset it")
-    is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts its processes without the word `train`
+    is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts the processes without the word `train`
     if not is_process and others[:1] != ["train"]:
-        parser.error("after the options comes `train FILE.yaml`, as for llamafactory-cli")
+        parser.error("give `train FILE.yaml` after the options, as for llamafactory-cli")
     sys.argv[1:] = others
     give_to_processes(options)
     with ExitStack() as patches:
@@ -118,13 +118,13 @@ def main() -> None:
             return
         if not _starts_torchrun():
             _replace(Replacements(options), patches)
-        # the launcher gives torchrun its own file to start
+        # torchrun starts the launcher's file, so name this file instead
         patches.enter_context(mock.patch.object(llamafactory.launcher, "__file__", __file__))
         llamafactory.launcher.launch()
 
 
 def _starts_torchrun() -> bool:
-    """Return True if the launcher will start other processes that train; the rule is the launcher's own."""
+    """Return True if the launcher will start other processes that train, by the same rule as the launcher."""
     forced = is_env_enabled("FORCE_TORCHRUN") or is_env_enabled("USE_MCA")
     return bool(forced or (get_device_count() > 1 and not use_ray() and not use_kt()))
 
@@ -136,11 +136,15 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
         (train.kto.workflow, "create_ref_model", replacements.create_ref_model),
         (train.dpo.trainer, "CustomDPOTrainer", replacements.trainer(StoredDPOTrainer)),
         (train.kto.workflow, "CustomKTOTrainer", replacements.trainer(StoredKTOTrainer)),
-        (train.tuner, "_ray_training_function", _refusing("use_ray: its workers are processes that reflogp does not start")),
+        (
+            train.tuner,
+            "_ray_training_function",
+            _refusing("use_ray is not supported: Ray's workers are processes that reflogp does not start"),
+        ),
         (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
     ]
     for stage in _OTHER_STAGES:
-        words = f"stage {stage} has no reference log-probs of given completions: start it with llamafactory-cli"
+        words = f"stage {stage} does not use reference log-probs of given completions: start it with llamafactory-cli"
         replaced.append((train.tuner, f"run_{stage}", _refusing(words)))
     for owner, name, replacement in replaced:
         patches.enter_context(mock.patch.object(owner, name, replacement))

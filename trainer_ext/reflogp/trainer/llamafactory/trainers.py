@@ -1,7 +1,7 @@
-"""LLaMA-Factory's DPO and KTO trainers on stored reference log-probs, with an audit of the run.
+"""Train with LLaMA-Factory's DPO and KTO trainers on stored reference log-probs, with an audit of the run.
 
-They override `compute_reference_log_probs`, which LLaMA-Factory calls for every batch (llamafactory/train/dpo/trainer.py and
-kto/trainer.py).
+The trainers override `compute_reference_log_probs`, which LLaMA-Factory calls for every batch (trainer.py in
+llamafactory/train/dpo and kto).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from reflogp.trainer.batches.sequences import IGNORED
 
 _MEDIA = ("images", "videos", "audios")
 _ROWS_AT_ONCE = 1024
-#: Losses for which LLaMA-Factory divides all log-probs by their number of tokens, the reference's as well.
+#: Losses for which LLaMA-Factory divides the policy's and the reference's log-probs by their number of tokens.
 _MEANS = ("ipo",)
 
 
 class _Stored(BatchReferenceMixin):
-    """The code that both trainers share.
+    """A mixin with the code that the DPO and the KTO trainer share.
 
     Args:
-        stored: where the values are, and what to check.
+        stored: where the values are stored, and what to check.
     """
 
     def __init__(self, *args: Any, ref_model: Any = None, stored: StoredReference, **kwargs: Any) -> None:
@@ -43,12 +43,12 @@ class _Stored(BatchReferenceMixin):
 
 
 class StoredDPOTrainer(_Stored, CustomDPOTrainer):
-    """LLaMA-Factory's DPO trainer on stored values."""
+    """LLaMA-Factory's DPO trainer, with reference log-probs from a store or a service."""
 
     _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each; means for IPO."""
+        """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each; for IPO, return the means."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
 
@@ -62,7 +62,7 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
 
 
 class StoredKTOTrainer(_Stored, CustomKTOTrainer):
-    """LLaMA-Factory's KTO trainer on stored values."""
+    """LLaMA-Factory's KTO trainer, with reference log-probs from a store or a service."""
 
     _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
 
@@ -85,7 +85,7 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
 
 
 def _refuse_media(dataset: Any, name: str) -> None:
-    """Raise UsageError for a dataset with images, videos or audios: values of their text alone would be wrong."""
+    """Raise UsageError for a dataset with images, videos or audios: stored values of the text alone would be wrong."""
     columns = [column for column in _MEDIA if column in (dataset.column_names or ())]
     if not columns or not hasattr(dataset, "__len__"):
         return
@@ -96,4 +96,4 @@ def _refuse_media(dataset: Any, name: str) -> None:
                 values.null_count < len(values)
                 and pc.any(pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)).as_py()
             ):
-                raise UsageError(f"the {name} dataset has {column}: stored values for LLaMA-Factory are those of text alone")
+                raise UsageError(f"the {name} dataset has {column}: for LLaMA-Factory, stored values are of text alone")

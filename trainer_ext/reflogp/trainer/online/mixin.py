@@ -31,30 +31,31 @@ _AnyTrainer: Any = object
 class RemoteReferenceMixin(_AnyTrainer):
     """Mixin to put before a TRL online trainer: its reference log-probs come from a service.
 
-    The request is sent while the policy's own forward pass runs on the same tokens. Its response is awaited at the point where
-    the reference model would have run. Takes the trainer's own arguments, and in addition:
+    The request is sent while the policy's own forward pass runs on the same tokens. The trainer waits for the response at the
+    point where the reference model would have run. The constructor takes the trainer's own arguments, and in addition:
 
     Args:
-        reference: the service, and which of its reference models.
+        reference: the service, and the name of one of its reference models.
         reference_deadline: maximum seconds to wait for the values of one batch; a slow or restarting service pauses the step
             for that time.
-        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch's values are
-            then compared with the policy's own before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
-            the dtype, and refuses a service that computes in another dtype than the policy.
-        audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
+        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch's values are
+            compared with the policy's own before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
+            the dtype, and a service that computes in another dtype than the policy is refused.
+        audit: the audit of the run, or None for a `ReferenceAudit` with its defaults, or False for no audit.
 
     Raises:
-        UsageError: arguments with which TRL uses no reference, or that do not match the service's reference.
-        ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable; during training, no response
-            before the deadline.
-        ReferenceChangedError: the service's reference model is no longer the one that the run began with.
-        UnusableLogpsError: sequences that the reference cannot score.
+        UsageError: arguments with which TRL uses no reference, or arguments that do not match the service's reference.
+        ReferenceNotFoundError, ServiceError: the service has no such reference or is unreachable, or during training does not
+            respond before the deadline.
+        ReferenceChangedError: the service's reference model is no longer the model with which the run began.
+        UnusableLogpsError: the reference cannot score some sequences.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run has raised one of these.
 
     Attributes:
-        ref_model: the RemoteReference; `ref_model.traffic` counts the requests and the time that the trainer waited.
+        ref_model: the RemoteReference, whose attribute `traffic` has the number of requests and the time that the trainer
+            waited.
         audit: the audit of the run.
     """
 
@@ -85,7 +86,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         refuse_reference_model(name, given.arguments.get("ref_model"))
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
-                "sync_ref_model changes the reference during training, and the service would keep the old one: leave it False"
+                "sync_ref_model changes the reference during training, and the service would keep the old model: leave it False"
             )
         given.arguments["args"] = self._without_reference(copy.copy(args))
         begin_report(args.output_dir, args.process_index)
@@ -106,7 +107,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _without_reference(self, args: Any) -> Any:
-        """Change the config, a copy, so that TRL's constructor makes no reference model; return it."""
+        """Return the config, which is a copy, changed so that TRL's constructor makes no reference model."""
         return args
 
     def _with_reference(self, args: Any) -> None:
@@ -117,7 +118,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
         Args:
             batch: the batch.
-            policy: computes the policy's own values of the same batch, for the comparison of the first batch.
+            policy: function that computes the policy's own values of the same batch, to compare them on the first batch.
         """
         values = self.ref_model.collect(batch)
         if self.audit is not None and self.audit.wants_first_batch:

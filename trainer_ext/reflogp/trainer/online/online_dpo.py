@@ -1,6 +1,6 @@
-"""TRL's OnlineDPOTrainer with its reference model in a service.
+"""Train with TRL's OnlineDPOTrainer, whose reference model runs in a service.
 
-TRL calls `_forward` for the policy and then for the reference, and truncates on the left by padded width.
+TRL calls `_forward` for the policy and then for the reference. TRL truncates padded rows on the left.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from reflogp.trainer.ranks import gather
 
 
 class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
-    """Online DPO without a local reference model. Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer.
+    """TRL's Online DPO trainer without a local reference model. The constructor takes the arguments of `RemoteReferenceMixin`
+    and of TRL's trainer.
 
-    TRL's objective/kl, non_score_reward and rlhf_reward count padding after a completion too, so values are requested there as
-    well; the loss and rewards/* do not read them.
+    TRL's metrics objective/kl, non_score_reward and rlhf_reward also count the padding after a completion, so values are
+    requested for the padding too. The loss and rewards/* do not read these values.
 
     Examples:
         >>> from datasets import Dataset
@@ -55,8 +56,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         cut = max(prompt_ids.size(1) + completion_ids.size(1) - self.max_length, 0)
         if cut >= prompt_ids.size(1):
             raise UsageError(
-                f"max_length={self.max_length} leaves nothing of the prompt before {completion_ids.size(1)} completion tokens: "
-                "the first of them would have no context. Raise max_length, or lower max_new_tokens"
+                f"max_length={self.max_length} leaves no prompt token before {completion_ids.size(1)} completion tokens: "
+                "the first completion token would have no context. Raise max_length, or lower max_new_tokens"
             )
         batch = PaddedBatch.of(
             torch.cat((prompt_ids[:, cut:], completion_ids), dim=1),
@@ -72,7 +73,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log as TRL does, but average val/contain_eos_token over all processes; TRL takes it from each process alone."""
+        """Log as TRL does, but average val/contain_eos_token over all processes, because TRL takes it from each process
+        alone."""
         name = "val/contain_eos_token"
         if name in logs:
             everyone = gather(logs[name])

@@ -1,4 +1,4 @@
-"""TRL's RLOOTrainer and GRPOTrainer with their reference model in a service.
+"""Train with TRL's RLOOTrainer and GRPOTrainer, whose reference model runs in a service.
 
 In each generation step TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference; its arguments and
 return values differ between versions.
@@ -27,11 +27,11 @@ class PerTokenMixin(RemoteReferenceMixin):
             raise ImportError(f"{type(self).__name__} needs a TRL whose trainer has {_HOOK} (0.22 or newer)")
         super().__init__(*positional, **named)
         if hasattr(self, "liger_grpo_loss"):
-            raise UsageError("use_liger_loss makes a loss of its own in the constructor, without a reference: leave it off")
+            raise UsageError("with use_liger_loss, TRL's constructor makes another loss, without a reference: leave it off")
         if self.args.n_gpu > 1:
             raise UsageError(
                 f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, which wraps the model in DataParallel: "
-                "start one process for each GPU (accelerate launch, torchrun), or name one in CUDA_VISIBLE_DEVICES"
+                "start one process for each GPU (accelerate launch, torchrun), or name one GPU in CUDA_VISIBLE_DEVICES"
             )
 
     def _without_reference(self, args: Any) -> Any:
@@ -48,7 +48,7 @@ class PerTokenMixin(RemoteReferenceMixin):
     ) -> Any:
         own = super()._get_per_token_logps_and_entropies
         is_reference = model is self.ref_model
-        if torch.is_grad_enabled() and not is_reference:  # in the loss, long after the reference's call
+        if torch.is_grad_enabled() and not is_reference:  # TRL computes the loss, long after the reference's call
             return own(model, input_ids, attention_mask, logits_to_keep, *more, **named)
         if named.get("pixel_values") is not None:
             raise UsageError("a service scores text, and this batch has images")
@@ -64,13 +64,13 @@ class PerTokenMixin(RemoteReferenceMixin):
 
 
 class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
-    """GRPO without a local reference model.
+    """TRL's GRPO trainer without a local reference model.
 
-    Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
+    The constructor takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
 
     If generation and optimizer steps are aligned (num_iterations=1, and steps_per_generation divides
-    gradient_accumulation_steps), TRL runs no policy forward pass before the reference's, so the request's latency is not
-    hidden.
+    gradient_accumulation_steps), TRL runs no forward pass of the policy before it needs the reference's values, so the latency
+    of the request is not hidden.
 
     Examples:
         >>> from datasets import Dataset
@@ -91,7 +91,9 @@ class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
 
 
 class RemoteRLOOTrainer(PerTokenMixin, RLOOTrainer):
-    """RLOO without a local reference model. Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer.
+    """TRL's RLOO trainer without a local reference model.
+
+    The constructor takes the arguments of `RemoteReferenceMixin` and of TRL's trainer.
 
     Examples:
         >>> from datasets import Dataset

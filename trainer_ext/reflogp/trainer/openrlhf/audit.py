@@ -1,6 +1,6 @@
-"""Check an OpenRLHF run as `ReferenceAudit` checks a TRL run, with the same checks where both have them.
+"""Audit an OpenRLHF run, as `ReferenceAudit` audits a TRL run.
 
-Every process checks its own part. If one process finds a reason to stop, all processes stop in the same step.
+Every process checks its own part of each batch. If one process finds a reason to stop, all processes stop in the same step.
 """
 
 from __future__ import annotations
@@ -34,29 +34,34 @@ _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """Checks a run against its settings and its stored reference log-probs.
+    """The audit of an OpenRLHF run, against its settings and its stored reference log-probs.
 
-    A run is stopped only for its reference values; everything else is logged as a warning and written to the report.
+    A run is stopped only if its reference values are wrong; any other problem is logged as a warning and written to the report.
 
-    forwards: the policy makes one forward pass per micro-batch, and no model runs in the part of a step where the reference's
-        log-probs are read. Stops the run if there are more passes.
-    step_zero: before the first step, the policy's log-probs of the first batch equal the stored ones, within rounding. Stops
-        the run. A policy whose own log-probs are not finite is only reported.
-    metrics: reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
-        OpenRLHF takes from the first process alone, are replaced by means over all; the report has the largest difference.
-    schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
-        checkpoints that the settings ask for but that did not happen.
+    - `forwards` stops the run if the policy makes more than one forward pass per micro-batch, or if a model runs in the part of
+      a step in which OpenRLHF reads the reference's log-probs.
+
+    - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
+      log-probs by more than rounding. A policy whose own log-probs are not finite is only reported.
+
+    - `metrics` reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
+      OpenRLHF takes from the first process alone, are replaced by means over all processes. The report has the largest
+      difference between the two.
+
+    - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
+      checkpoints that the settings ask for but that did not happen.
+
 
     Args:
         output_dir: folder of reflogp_audit.json.
-        joins: dataset name -> what was joined, for the report.
-        on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. None chooses a tolerance for the
-            dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
+        joins: name of each dataset -> what was joined, for the report.
+        on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If it is None, the tolerance depends on the
+            dtypes and the kind of model, and a reference that was scored in another dtype than the policy's is refused.
 
     Attributes:
-        step_zero: result of the comparison before the first step; None if there was none.
-        findings: check -> the problems that it found.
+        step_zero: result of the comparison before the first step, or None if nothing was compared.
+        findings: name of each check with problems -> the problems.
     """
 
     def __init__(
@@ -81,27 +86,27 @@ class RunAudit:
         self._finished = False
         self.write()
 
-    # Calls from the trainer.
+    # The trainer calls the following methods.
 
     def begin(self, settings: Any, engine: Any, policy: torch.nn.Module, first_step: int) -> None:
         """Begin to watch a run.
 
         Args:
-            settings: the attributes that `Schedule` reads.
-            engine: DeepSpeed's engine, which counts optimizer steps.
+            settings: object with the attributes that `Schedule` reads.
+            engine: the engine of DeepSpeed, which counts optimizer steps.
             policy: the unwrapped model.
-            first_step: global step after which the run begins.
+            first_step: global step at which the run was started or resumed.
         """
         self._schedule = Schedule(settings, max_steps=-1, first_step=first_step)
         self._engine, self._engine_steps = engine, int(engine.global_steps)
         self._forwards = ForwardCount(policy)
         self._forwards.watch_others()
         if settings.logging_strategy == "no":
-            self._not_run["logs"] = "OpenRLHF logs to wandb or TensorBoard, and neither is on"
+            self._not_run["logs"] = "OpenRLHF logs to wandb or TensorBoard, and both are off"
 
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
-        """Check that the policy makes `expected` forward passes within the block, and no other language model makes any."""
+        """Check that the policy makes `expected` forward passes within the block, and that no other language model runs."""
         assert self._forwards is not None, "a batch outside of fit()"
         self._forwards.begin()
         yield
@@ -118,7 +123,7 @@ class RunAudit:
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
             words = f"the policy's own log-probs of {self.step_zero.not_finite} sequences of the first batch are not finite"
-            self._report("step_zero", [f"{words}, so they were not compared; the reference's are"])
+            self._report("step_zero", [f"{words}, so they were not compared; the reference's log-probs are finite"])
         try:
             self.step_zero.require("the first batch")
             if self._tolerance is None:
@@ -151,7 +156,7 @@ class RunAudit:
             self._worst_log = max(self._worst_log, off)
             if off > _ROUNDING:
                 problems.append(
-                    f"{name} is logged as {logs[name]:.6g}, and the mean over all processes is {expected[name]:.6g}"
+                    f"{name} is logged as {logs[name]:.6g}, but the mean over all processes is {expected[name]:.6g}"
                 )
         self._report("metrics", problems)
         self._logs_compared += 1
@@ -217,7 +222,7 @@ class RunAudit:
             )
             logger.info("reflogp audit: %s (%s)", state, joined)
 
-    # Consequences of findings, and the report.
+    # Stop the run or warn because of findings, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
         """Record that reference values are wrong, missing or computed again."""
@@ -273,7 +278,7 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each access reads them again, because fit() replaces -1 by a number after this object is made.
+    Each access reads the setting again, because fit() replaces -1 by a number after this object is made.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
@@ -314,5 +319,5 @@ def _message(found: dict[str, list[str]]) -> str:
 
 
 def _is_of_training(logged: Any) -> bool:
-    """Return True if a logged item belongs to a training step; TensorBoard gets a name, wandb a dictionary."""
+    """Return True if a logged item, which is a name for TensorBoard or a dictionary for wandb, belongs to a training step."""
     return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

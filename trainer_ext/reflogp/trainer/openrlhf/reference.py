@@ -1,7 +1,7 @@
-"""An object that OpenRLHF's DPOTrainer calls as its reference model, and that returns stored values.
+"""Give OpenRLHF's DPOTrainer an object that it calls as its reference model, and that returns stored values.
 
-It accepts the calls that this trainer makes to models (openrlhf/trainer/dpo_trainer.py, concatenated_forward). It has no
-weights and runs no forward pass.
+The object accepts the calls that the trainer makes to models (openrlhf/trainer/dpo_trainer.py, concatenated_forward). The
+object has no weights and runs no forward pass.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from reflogp.trainer.source import ReferenceSource
 
 
 class RewardRows:
-    """A RewardDataset of OpenRLHF, exactly as its data loader reads it: a TokenDataset.
+    """A TokenDataset made from a RewardDataset of OpenRLHF, exactly as OpenRLHF's data loader reads it.
 
-    A row (openrlhf/datasets/reward_dataset.py) has both sides' tokens, truncated and with an EOS as their last token, and a
-    prompt length that comes from tokenising the prompt alone.
+    A row (openrlhf/datasets/reward_dataset.py) has the tokens of both sequences, truncated and with an EOS as their last token,
+    and a prompt length that comes from tokenising the prompt alone.
 
     Raises UsageError for a dataset that was not made for DPO.
     """
@@ -46,18 +46,18 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    A row's values belong to its last tokens, the completion's, and the trainer's own mask sums them. docs/openrlhf.md shows a
-    training script.
+    A row's values belong to its last tokens, which are the completion. The trainer's own mask sums the values. docs/openrlhf.md
+    shows a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
-        datasets: name -> RewardDataset, all that the trainer will see: {"train": …, "eval": …}.
+        datasets: name -> RewardDataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
 
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: dataset name -> what was joined and from where.
-        model: None; OpenRLHF looks here for the model that its strategy would wrap.
+        joins: name of each dataset -> what was joined and from where.
+        model: always None; in this attribute OpenRLHF looks for the model that its strategy would wrap.
     """
 
     model = None
@@ -76,7 +76,7 @@ class CachedReference(BatchReference):
         return self
 
     @torch.no_grad()
-    def __call__(  # type: ignore[override]  # this one is called as a model
+    def __call__(  # type: ignore[override]  # OpenRLHF calls this object as a model
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -87,11 +87,11 @@ class CachedReference(BatchReference):
         """Return the reference's log-probs of a padded batch.
 
         Args:
-            input_ids: chosen rows, then rejected ones, (2B, L).
+            input_ids: chosen rows, then rejected rows, (2B, L).
             attention_mask: 1 where there is a token, (2B, L).
             return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:
-            log-probs as `token_logps` returns them, and an empty output, which has no aux_loss.
+            log-probs as `token_logps` returns them, and an empty output, which has no entry aux_loss.
         """
         return self.token_logps(input_ids, attention_mask), {}

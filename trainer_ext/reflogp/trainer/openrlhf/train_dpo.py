@@ -3,8 +3,8 @@
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
-OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two names in it are replaced: Actor and
-DPOTrainer, which make its models and its trainer. Any launcher can start this module, once per process.
+OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two names in OpenRLHF's module are replaced, Actor
+and DPOTrainer, which make the models and the trainer. Any launcher can start this module, which runs once in each process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class ReferenceSlot(NoReferenceModel):
     """The object that OpenRLHF keeps as its reference until its trainer is made.
 
-    It has no model, tokenizer or engine to prepare.
+    The object has no model, tokenizer or engine that OpenRLHF would have to prepare.
     """
 
     model = None
@@ -53,7 +53,7 @@ class Launch:
         self._source: ReferenceSource | None = None
 
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
-        """Make the policy in the first call; in the second, make no model.
+        """Make the policy in the first call; make no model in the second call.
 
         The second model would be the reference: only its path and dtype are used, to find the reference's values.
         """
@@ -87,7 +87,7 @@ def main() -> None:
     )
     if {"-h", "--help"} & set(others):
         parser.print_help()
-        print(f"\nAnd those of {_MODULE}:\n")
+        print(f"\nOther arguments are those of {_MODULE}:\n")
     warn_if_untested("openrlhf", "0.11")
     launch = Launch(options)
     sys.argv[1:] = others

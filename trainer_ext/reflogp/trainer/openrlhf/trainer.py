@@ -1,4 +1,4 @@
-"""OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run."""
+"""Train with OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from reflogp.trainer.source import ReferenceSource
 class CachedReferenceDPOTrainer(DPOTrainer):
     """OpenRLHF's DPOTrainer whose reference log-probs come from a store or a service.
 
-    Takes the arguments of DPOTrainer, with ref_model=None, and in addition:
+    The constructor takes the arguments of DPOTrainer, with ref_model=None, and in addition:
 
     Args:
-        reference: where the reference log-probs are.
-        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
-        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
-            against the stored values before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
+        reference: where the reference log-probs are stored.
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
+        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
+            the stored values before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
             the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
@@ -36,10 +36,10 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         MissingLogpsError, UnusableLogpsError: see `CachedReference`; raised before training begins.
         AuditError, StepZeroError: raised during training, on all processes; see `RunAudit`.
         RankFailedError: another process has raised one of these.
-        UsageError: arguments that contradict a stored reference.
+        UsageError: an argument contradicts a stored reference.
 
     Attributes:
-        joins: dataset name ("train", "eval") -> what was joined and from where. Also in reflogp_audit.json in
+        joins: name of each dataset ("train", "eval") -> what was joined and from where, which is also in reflogp_audit.json in
             --ckpt.output_dir.
         audit: the audit of the run.
     """
@@ -62,7 +62,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         on_finding: Literal["fail", "warn"] = "fail",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(ref_model, NoReferenceModel):  # the launcher passes a ReferenceSlot, which is one
+        if not isinstance(ref_model, NoReferenceModel):  # the launcher passes a ReferenceSlot, which is a subclass
             refuse_reference_model("CachedReferenceDPOTrainer", ref_model)
         loaders = {"train": train_dataloader, "eval": eval_dataloader}
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
@@ -81,7 +81,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.loss_fn.register_forward_hook(self._saw_loss)
 
     def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> None:
-        """Train as DPOTrainer does, under the audit."""
+        """Train as DPOTrainer does, and audit the run."""
         first_step = consumed_samples // args.train.batch_size
         if first_step:
             self.audit.skip_step_zero("the run was resumed")
@@ -117,7 +117,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     ) -> None:
         """Log and save as DPOTrainer does, but with means over all processes.
 
-        DPOTrainer logs some means of the first process alone.
+        DPOTrainer computes some logged means from the first process alone.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)

@@ -1,4 +1,4 @@
-"""Train in one process that ms-swift's command started: its own pipeline, without the reference model.
+"""Run ms-swift's training pipeline without the reference model, in one process that ms-swift's command has started.
 
 Only the functions that load the reference model and choose the trainer are replaced.
 """
@@ -14,7 +14,7 @@ from unittest import mock
 
 from swift.cli.utils import try_use_single_device_mode
 
-try_use_single_device_mode()  # before torch sees a device, as `swift.cli.rlhf` does it
+try_use_single_device_mode()  # before torch finds a device, as in `swift.cli.rlhf`
 
 from swift.pipelines import rlhf_main  # noqa: E402
 from swift.pipelines.train.rlhf import SwiftRLHF  # noqa: E402
@@ -26,7 +26,7 @@ from reflogp.trainer.batches.options import names_reference, read_options, store
 from reflogp.trainer.swift.trainers import StoredDPOTrainer, StoredKTOTrainer  # noqa: E402
 
 _TRAINERS: dict[str, Callable[..., Any]] = {"dpo": StoredDPOTrainer, "kto": StoredKTOTrainer}
-#: Settings, and the largest value of each that stored values support; False is 0.
+#: Settings, each with the largest value that is supported with stored values; False is 0.
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
 #: Settings with which the reference is not the model of one folder.
 _OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
@@ -43,7 +43,7 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares every model except the reference, which ms-swift prepares first."""
+        """Return a function that prepares every model except the reference model, which ms-swift prepares first."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":
@@ -59,7 +59,7 @@ class Replacements:
         return functools.partial(_TRAINERS[args.rlhf_type], stored=stored_reference(self._options, self._reference(args)))
 
     def _reference(self, args: Any) -> str | None:
-        """Return the folder of the model that ms-swift would load; None if an option names the reference."""
+        """Return the folder of the model that ms-swift would load, or None if an option names the reference."""
         if names_reference(self._options):
             return None
         for name in _OTHER_MODEL:
@@ -83,7 +83,7 @@ def _require_supported(args: Any) -> None:
     """Raise UsageError if ms-swift's arguments ask for something that stored values do not support."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
-        raise UsageError(f"rlhf_type {kind} has no reference log-probs of given completions: start it with `swift rlhf`")
+        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of given completions: start it with `swift rlhf`")
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:

@@ -3,8 +3,8 @@
     swift rlhf --rlhf_type dpo …                                           becomes
     python -m reflogp.trainer.swift.rlhf --reflogp.store ./logps --rlhf_type dpo …
 
-ms-swift's own command runs, which starts the processes that train, with torchrun where it always does. It is only told to start
-`reflogp.trainer.swift.process` in each of them.
+ms-swift's own command runs and starts the processes that train, with torchrun in the same cases as before. The only difference
+is that each process runs `reflogp.trainer.swift.process`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ms-swift's DPO and KTO trainers on stored reference log-probs, with an audit of the run."""
+"""Train with ms-swift's DPO and KTO trainers on stored reference log-probs, with an audit of the run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from reflogp.store import UsageError
 from reflogp.trainer.batches.in_trainer import BatchReferenceMixin, StoredReference
 from reflogp.trainer.batches.sequences import TokenIds, labelled
 
-#: Tensors of an encoded row of text, after the prefix of its side.
+#: Names of the tensors of an encoded row of text, without the prefix `chosen_` or `rejected_`.
 _OF_TEXT = frozenset({"input_ids", "labels", "loss_scale", "attention_mask", "token_type_ids", "position_ids"})
-#: Columns of a row, as it was read, that hold no text.
+#: Columns of a row before encoding that hold no text.
 _MEDIA = ("images", "videos", "audios")
 
 
 class EncodedRows:
-    """A dataset of ms-swift, which encodes a row when it is read: a TokenDataset.
+    """A TokenDataset made from a dataset of ms-swift, which encodes a row when it is read.
 
-    A row has a sequence for each prefix of its columns, `chosen_` and `rejected_`; for KTO, the second is the KL sequence.
+    A row has a sequence for each prefix of its columns, `chosen_` and `rejected_`. For KTO, the sequence of `rejected_` is the
+    KL sequence.
 
-    Raises UsageError, here or while it is read, for rows with images, videos or sounds.
+    Raises UsageError for rows with images, videos or sounds, in the constructor or while the rows are read.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        raw: Any = getattr(dataset, "dataset", None)  # of a LazyLLMDataset
+        raw: Any = getattr(dataset, "dataset", None)  # a LazyLLMDataset has this attribute
         for column in set(_MEDIA) & set(getattr(raw, "column_names", None) or ()):
             if any(_has(value) for value in raw[column]):
-                raise UsageError(f"the dataset has {column}: stored values for ms-swift are those of text alone")
+                raise UsageError(f"the dataset has {column}: for ms-swift, stored values are of text alone")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -41,7 +42,7 @@ class EncodedRows:
             row = self._dataset[number]
             others = [name for name in row if _without_side(name) not in _OF_TEXT and _is_tensor(row[name])]
             if others:
-                raise UsageError(f"row {number} has {others[0]}: stored values for ms-swift are those of text alone")
+                raise UsageError(f"row {number} has {others[0]}: for ms-swift, stored values are of text alone")
             sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
             yield [labelled(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
 
@@ -59,10 +60,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Stored(BatchReferenceMixin):
-    """The code that both trainers share.
+    """A mixin with the code that the DPO and the KTO trainer share.
 
     Args:
-        stored: where the values are, and what to check.
+        stored: where the values are stored, and what to check.
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, *args: Any, stored: StoredReference, **kwargs: Any) -> None:
@@ -79,7 +80,7 @@ class _Stored(BatchReferenceMixin):
 
 
 class StoredDPOTrainer(_Stored, DPOTrainer):
-    """ms-swift's DPO trainer on stored values."""
+    """ms-swift's DPO trainer, with reference log-probs from a store or a service."""
 
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
         """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each."""
@@ -94,7 +95,7 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
 
 
 class StoredKTOTrainer(_Stored, KTOTrainer):
-    """ms-swift's KTO trainer on stored values."""
+    """ms-swift's KTO trainer, with reference log-probs from a store or a service."""
 
     def get_batch_loss_metrics(self, model: Any, batch: dict[str, Any]) -> Any:
         """Compute the loss with the stored sums of the batch, in the columns that TRL reads."""

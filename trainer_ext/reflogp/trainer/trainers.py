@@ -1,0 +1,90 @@
+"""Train with TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
+
+To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. The paired
+sequences need reference values too. Because TRL pairs when it prepares the dataset, the join reads the prepared rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import DPOTrainer, KTOTrainer
+
+from reflogp.trainer.cached import CachedReferenceMixin
+from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
+
+
+class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
+    """TRL's DPO trainer without a reference model: the reference log-probs come from a store.
+
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import DPOConfig
+        >>> from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+        >>> trainer = CachedDPOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model"),
+        ...     args=DPOConfig(output_dir="run", max_length=1024, beta=0.1),
+        ...     train_dataset=load_dataset("json", data_files="pairs.jsonl", split="train"),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("./logps", model="./sft-model", dtype="bfloat16"),
+        ... )
+        >>> trainer.joins["train"]
+        JoinRecord(
+            32 rows, 100% with values
+            reference ... in bfloat16, snapshot ... of .../logps
+            max_length 1024, truncation_mode keep_start
+        )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+        >>> trainer.audit.step_zero.passed
+        True
+    """
+
+
+def _kto_trainer() -> Any:
+    """Return the KTOTrainer with the hook, or None.
+
+    From TRL 1.8 on, the class with the hook is the exported class. In TRL 1.2 to 1.7, it is a parent of the exported class,
+    which adds only a warning that TRL will move the trainer.
+    """
+    return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
+
+
+_found = _kto_trainer()
+_Trainer: Any = _found or object
+
+
+class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
+    """TRL's KTO trainer without a reference model: the reference log-probs come from a store.
+
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Raises:
+        ImportError: TRL's KTOTrainer lacks the hook, as in TRL before 1.2.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import KTOConfig
+        >>> from reflogp.trainer import CachedKTOTrainer, ReferenceSource
+        >>> trainer = CachedKTOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model"),
+        ...     args=KTOConfig(output_dir="run-kto", loss_type="apo_zero_unpaired"),
+        ...     train_dataset=load_dataset("json", data_files="feedback.jsonl", split="train"),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("./logps", model="./sft-model", dtype="bfloat16"),
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _found is None:
+            raise ImportError(
+                f"CachedKTOTrainer needs TRL 1.2 or newer, and a KTOTrainer with the hook `{HOOK}`, which TRL {trl_version()} "
+                f"lacks. {TESTED}"
+            )
+        super().__init__(*args, **kwargs)
