@@ -19,7 +19,7 @@ DEMO_MODEL = Path("/cache/demo-model")
 
 
 def secret(file: Path) -> str:
-    """Return the secret in a file. Create the file if it does not exist; of several containers that create it, the first wins."""
+    """Return the secret in a file. Create the file if it does not exist; if several containers do so, the first wins."""
     if not file.exists():
         part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
         try:
