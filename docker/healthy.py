@@ -1,4 +1,4 @@
-"""The image's health check: the exit code is 0 when the service is ready, else the reason is printed."""
+"""The image's health check: the exit code is 0 if the service is ready. Otherwise the reason is printed."""
 
 import os
 import sys

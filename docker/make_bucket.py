@@ -1,7 +1,7 @@
-"""Creates the bucket of the store on an S3 server of one's own, once the server answers. Run by the profile `s3`.
+"""Create the bucket of the store on the S3 server of the profile `s3`, once the server responds.
 
-Takes REFLOGP_STORE (s3://BUCKET/…) and what reaches the server: AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and
-AWS_SECRET_ACCESS_KEY_FILE.
+The bucket's name comes from REFLOGP_STORE (s3://BUCKET/…). The server's address and credentials come from AWS_ENDPOINT_URL,
+AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY_FILE.
 """
 
 import os
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pyarrow.fs import FileType, S3FileSystem
 
-#: Seconds that the server gets to come up.
+#: Seconds to wait until the server responds.
 PATIENCE = 60
 
 
@@ -37,10 +37,10 @@ def main() -> None:
                 server.create_dir(store.hostname)
         except OSError as error:
             if time.monotonic() > stop:
-                sys.exit(f"the bucket {store.hostname} cannot be made at {endpoint.geturl()}: {error}")
+                sys.exit(f"the bucket {store.hostname} cannot be created at {endpoint.geturl()}: {error}")
             time.sleep(0.5)
         else:
-            print(f"bucket {store.hostname}: {'there' if there else 'made'}")
+            print(f"bucket {store.hostname}: {'already exists' if there else 'created'}")
             return
 
 

@@ -1,9 +1,9 @@
-"""What a container runs first: makes the settings that lie in files, then becomes the `reflogp` command.
+"""Entry point of the image: prepare settings from files, then run the `reflogp` command with the container's arguments.
 
-    serve                  with tokens of its own, made at the first start, and with a small model where none is named
-    anything else          that command: store ls s3://…, jobs ls URL, …
+    serve                  add tokens, which are created at the first start; without references, also serve a small model
+    anything else          run this command: store ls s3://…, jobs ls URL, …
 
-Knows the image's folders. The token is in /secrets/service/token, one that may only read in /secrets/monitoring/token.
+The service's token is in /secrets/service/token. A token that may only read is in /secrets/monitoring/token.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ DEMO_MODEL = Path("/cache/demo-model")
 
 
 def secret(file: Path) -> str:
-    """The secret in a file; where there is no file it is made. Of several containers that make it at once one is first."""
+    """Return the secret in a file. Create the file if it does not exist; if several containers do so, the first wins."""
     if not file.exists():
         part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
         try:
             part.write_text("reflogp_" + secrets.token_urlsafe(32))
         except OSError as error:
-            sys.exit(f"{file} cannot be made ({error.strerror}): mount it, or a volume that user {os.getuid()} may write")
-        part.chmod(0o444)  # others read it, under users of their own; each volume goes only to those who may
+            sys.exit(f"{file} cannot be created ({error.strerror}): mount it, or a volume that user {os.getuid()} may write")
+        part.chmod(0o444)  # other users read it in their own containers; only containers that may read it mount the volume
         with contextlib.suppress(FileExistsError):
             os.link(part, file)
         part.unlink()
@@ -34,11 +34,11 @@ def secret(file: Path) -> str:
 
 
 def with_own_tokens(tokens: str, folder: Path) -> str:
-    """REFLOGP_TOKENS with the container's own two tokens added."""
+    """Return the JSON list REFLOGP_TOKENS with the container's own two tokens added."""
     try:
         entries = json.loads(tokens)
         if not isinstance(entries, list):
-            raise ValueError("it is no list")
+            raise ValueError("the value is not a list")
     except ValueError as error:
         sys.exit(f'REFLOGP_TOKENS: {error}; give [{{"name": …, "sha256": …, "scopes": […]}}]')
     for name, scope in (("service", "admin"), ("monitoring", "read")):
@@ -48,7 +48,7 @@ def with_own_tokens(tokens: str, folder: Path) -> str:
 
 
 def make_demo_model(folder: Path) -> None:
-    """A small model of the shipped pairs, unless an earlier start left it."""
+    """Train a small model on the shipped pairs, unless an earlier start has made it."""
     if folder.exists():
         return
     from reflogp.cli.console import quiet_libraries
@@ -58,7 +58,7 @@ def make_demo_model(folder: Path) -> None:
     quiet_libraries()
     rows = [json.loads(line) for line in shipped_data().read_text(encoding="utf-8").splitlines()]
     part = folder.with_name(f"{folder.name}-{secrets.token_hex(8)}")
-    build_model(part, [row["prompt"] + row["chosen"] for row in rows], steps=20)  # enough to try a service with
+    build_model(part, [row["prompt"] + row["chosen"] for row in rows], steps=20)  # enough training to try the service
     part.rename(folder)
 
 
@@ -67,15 +67,15 @@ def say(text: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a container has no default for it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a container ignores SIGTERM by default
     if file := os.environ.get("AWS_SECRET_ACCESS_KEY_FILE"):
         os.environ["AWS_SECRET_ACCESS_KEY"] = secret(Path(file))
     if arguments[:1] == ["serve"]:
-        if not any(argument.startswith("--config") for argument in arguments):  # its tokens are in the file
+        if not any(argument.startswith("--config") for argument in arguments):  # the config file has the tokens
             os.environ["REFLOGP_TOKENS"] = with_own_tokens(os.environ.get("REFLOGP_TOKENS", "[]"), Path("/secrets"))
             say("callers need a token: `cat /secrets/service/token` in this container prints it")
         if arguments == ["serve"] and "REFLOGP_REFERENCES" not in os.environ:
-            say("REFLOGP_REFERENCES names no reference model: a small one to try, made at the first start, is served as `demo`")
+            say("REFLOGP_REFERENCES is not set: serving a small model for trials, made at the first start, as `demo`")
             make_demo_model(DEMO_MODEL)
             os.environ["REFLOGP_REFERENCES"] = json.dumps({"demo": {"model": str(DEMO_MODEL), "dtype": "float32"}})
     os.execvp("reflogp", ["reflogp", *arguments])

@@ -1,4 +1,4 @@
-"""The demo client: has the service score the shipped pairs, prints the first values and what they say. Profile `demo`."""
+"""Client of the profile `demo`: submit the shipped pairs to the service, and print the first values and the accuracy."""
 
 import os
 import sys

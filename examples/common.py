@@ -1,4 +1,4 @@
-"""What the examples share: their options, the model and rows they work on, settings for a CPU, and what to print of a run."""
+"""Shared code of the examples: options, the model and the rows, settings for a CPU, and printing the results of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reflogp.cli.main import app
 
 PAIRS = Path(__file__).parent / "data" / "gsm8k_pairs.jsonl"
 
-#: TrainingArguments for a CPU. On a GPU leave out use_cpu and bf16, and score in bfloat16, which is what TRL then trains in.
+#: TrainingArguments for a CPU. On a GPU, leave out use_cpu and bf16, and score in bfloat16: TRL then trains in bfloat16.
 ON_CPU = {
     "use_cpu": True,
     "bf16": False,
@@ -65,10 +65,11 @@ def parser_of(
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line, and silence libraries.
+    """Parse the command line, and silence the output of libraries.
 
     Returns:
-        model and store as text, out, rows, steps, builds_model (True without --model), and the parser's other options.
+        The options: model and store as text, out, rows, steps, builds_model (True without --model), and the parser's other
+        options.
     """
     options = parser.parse_args()
     quiet_libraries()
@@ -79,10 +80,10 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> argparse.Namespace:
-    """Read the command line of an example on pairs of text; `more` are its own options.
+    """Parse the command line of an example that uses pairs of text. `more` has the options of this example alone.
 
     Returns:
-        model, data, store, out, steps, as text where they are paths, and the example's own options.
+        The options: model, data, store, out and steps, with paths as text, and the options of the example alone.
     """
     parser = parser_of(description, steps)
     parser.add_argument(
@@ -110,7 +111,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def reflogp(*arguments: str) -> dict[str, Any]:
-    """Run a `reflogp` command, as a shell would, and give its --json."""
+    """Run a `reflogp` command, print its counts, and return its JSON summary."""
     print("$ reflogp " + shlex.join(arguments), flush=True)
     with redirect_stdout(StringIO()) as printed:
         code = app([*arguments, "--json"], standalone_mode=False)
@@ -122,12 +123,12 @@ def reflogp(*arguments: str) -> dict[str, Any]:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """The loss of each logged step."""
+    """Return the loss of each logged step."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def show(trainer: Any) -> None:
-    """Print what the gate saw, the losses, and what the audit came to."""
+    """Print the result of the step-0 gate, the losses and the verdict of the audit."""
     gate, losses, joined = trainer.audit.step_zero, losses_of(trainer), trainer.joins["train"]
     report = Path(trainer.args.output_dir) / "reflogp_audit.json"
     print(

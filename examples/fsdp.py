@@ -1,10 +1,10 @@
-"""DPO under FSDP2 on two processes, here two CPU processes that talk over gloo. Score in one process first, then launch:
+"""DPO under FSDP2 in two processes, here on a CPU with gloo. Score in one process first, then launch the training:
 
     python examples/fsdp.py --prepare
     python -m torch.distributed.run --nproc_per_node 2 examples/fsdp.py
 
-The store is read once on each node, and all processes train on the same snapshot. What one process finds wrong stops all of
-them before the first step. No process holds a reference model or a part of one. On GPUs leave out use_cpu, bf16 and
+The store is read once on each node, and all processes train on the same snapshot. If one process finds an error, all processes
+stop before the first step. No process holds a reference model or a part of one. On GPUs, leave out use_cpu, bf16 and
 shard_on_cpu(), and score in bfloat16.
 """
 
@@ -17,7 +17,7 @@ from common import ON_CPU, options_of, prepare, reflogp, show
 
 
 def shard_on_cpu() -> None:
-    """Have accelerate shard on a CPU, where it takes settings for FSDP and runs DDP instead."""
+    """Make accelerate use FSDP on a CPU, where it would accept the settings for FSDP but run DDP."""
     from accelerate import DistributedType, PartialState
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -52,10 +52,10 @@ def train(options: Any) -> None:
 
 
 def end_process(trainer: Any) -> None:
-    """End this process when all have come here, without ending the interpreter first.
+    """Wait for all processes, then exit this process without shutting down the interpreter.
 
-    torch's device meshes keep their process groups, so gloo's threads run to the end. One that releases a tensor while the
-    interpreter ends aborts the process (pytorch/pytorch#179291). NCCL has no such threads.
+    torch's device meshes keep their process groups, so gloo's threads run until the process ends. A thread that releases a
+    tensor while the interpreter shuts down aborts the process (pytorch/pytorch#179291). NCCL has no such threads.
     """
     trainer.accelerator.wait_for_everyone()
     sys.stdout.flush()
@@ -64,7 +64,7 @@ def end_process(trainer: Any) -> None:
 
 def main() -> None:
     options = options_of(
-        __doc__, prepare={"action": "store_true", "help": "score in this process, before a launch, instead of training"}
+        __doc__, prepare={"action": "store_true", "help": "score the data instead of training; do this before the launch"}
     )
     if options.prepare:
         prepare(options)
@@ -72,7 +72,7 @@ def main() -> None:
     elif Path(options.data).is_file():
         train(options)
     else:
-        sys.exit(f"{options.data} is not there: run `python examples/fsdp.py --prepare` first, with the same options")
+        sys.exit(f"{options.data} does not exist: run `python examples/fsdp.py --prepare` first, with the same options")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""KTO without a reference model. Its KL term needs values of sequences that are in no dataset.
+"""KTO without a reference model. KTO's KL term needs values of sequences that are not in the dataset.
 
     python examples/kto.py
 
-For its KL term TRL pairs each prompt with another row's completion, and which one depends on the batch size and the order of
-the rows. So scoring happens twice: the dataset's own completions first, then what the trainer names. A trainer that finds
-rows without values raises MissingLogpsError before anything trains; it has then written the rows, as TRL prepared them, to
-output_dir/reflogp-missing.parquet. That file is scored, and the trainer made again finds everything.
+For the KL term, TRL pairs each prompt with the completion of another row. The pairing depends on the batch size and the order
+of the rows. So this example scores twice: first the completions of the dataset, then the sequences that the trainer finds
+missing. If sequences have no values, the trainer raises MissingLogpsError before training starts, and writes these sequences,
+as TRL prepared them, to output_dir/reflogp-missing.parquet. The example scores this file and constructs the trainer again,
+which then finds all values.
 
-A loss without that term (KTOConfig(loss_type="apo_zero_unpaired")) needs only the first scoring.
+A loss without the KL term (KTOConfig(loss_type="apo_zero_unpaired")) needs only the first scoring.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ def make_trainer(options: Any) -> CachedKTOTrainer:
     return CachedKTOTrainer(
         AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
         args=KTOConfig(output_dir=str(options.out / "kto"), max_steps=options.steps, beta=0.1, **ON_CPU),
-        train_dataset=load_dataset("json", data_files=options.data, split="train"),  # TRL makes two rows of a pair
+        train_dataset=load_dataset("json", data_files=options.data, split="train"),  # TRL splits each pair into two rows
         processing_class=AutoTokenizer.from_pretrained(options.model),
         reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
     )

@@ -1,10 +1,10 @@
-"""DPO of a LoRA adapter: the reference is the base model, whose values any other run on it shares.
+"""DPO with a LoRA adapter. The reference is the base model, so all runs on this base model share its values.
 
     python examples/lora.py
 
-A new adapter changes nothing at first, so the step-0 gate holds. TRL would run the base model a second time on every batch,
-with the adapter switched off; here that pass is a look into the store. The folder of the trained adapter is itself a
-reference for a next round: reflogp score OUT/lora/adapter pairs.jsonl --store …
+A new adapter does not change the model's outputs, so the step-0 gate passes. For every batch, TRL would run the base model a
+second time, with the adapter switched off. Here, a lookup in the store replaces this second pass. The folder of the trained
+adapter can be the reference of a second round: reflogp score OUT/lora/adapter pairs.jsonl --store …
 """
 
 from common import ON_CPU, options_of, prepare, reflogp, show

@@ -1,9 +1,9 @@
-"""Online RL whose reference model is in a service: RLOO asks for its log-probs while its own policy computes.
+"""Online RL with the reference model in a service: RLOO requests its log-probs while the policy computes.
 
     python examples/online.py
 
-The example starts the service itself, as `reflogp serve` in a process of its own. With one that runs already, its name for the
-reference model, and a policy that starts there:
+The example starts `reflogp serve` in a separate process. To use a service that is already running, pass its URL, its name for
+the reference model, and the same model for the policy:
 
     python examples/online.py --model ./sft-model --url http://scorer:8311 --reference sft
 """
@@ -28,8 +28,8 @@ from reflogp.trainer import ReferenceSource, RemoteRLOOTrainer
 
 
 def main() -> None:
-    url = {"help": "a service that runs; default: one is started, and stopped in the end"}
-    name = {"default": "sft", "help": "its name for the reference model (default: %(default)s)"}
+    url = {"help": "URL of a running service; default: the example starts a service and stops it at the end"}
+    name = {"default": "sft", "help": "the service's name for the reference model (default: %(default)s)"}
     options = options_of(__doc__, url=url, reference=name)
     prepare(options)
     if options.url is not None:
@@ -70,13 +70,13 @@ def train(options: Any, url: str) -> None:
 
 
 def brevity(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that needs no model: fewer characters are better."""
+    """Return a reward that needs no model: shorter completions get a higher reward."""
     return [-len(text if isinstance(text, str) else text[0]["content"]) / 100 for text in completions]
 
 
 @contextmanager
 def serving(options: Any) -> Iterator[str]:
-    """`reflogp serve` on a free port, in float32 as the policy; gives its URL."""
+    """Run `reflogp serve` on a free port, in float32 like the policy, and yield its URL."""
     settings = Path(options.out) / "serve.toml"
     settings.write_text(
         f'store = "{options.store}"\nstate = "{options.out / "jobs"}"\n'

@@ -1,11 +1,11 @@
-"""A sweep of beta x max_length x loss over one store: scored once, whatever the number of runs.
+"""A sweep over beta, max_length and loss with one store: the data is scored once for all runs.
 
     python examples/sweep.py
     python examples/sweep.py --beta 0.03 0.1 0.3 --max-length 256 --loss-type sigmoid ipo hinge
 
-The store holds a value for every completion token, so a run with a smaller max_length sums fewer of them. TRL scores the
-reference anew: without precompute_ref_log_probs in each batch of each run, with it each row of each run, since its cache
-is tied to the run's whole config (TRL 1.16). --data of your own makes the difference larger.
+The store has a value for every completion token, so a run with a smaller max_length sums fewer values. TRL would run the
+reference model again in each run: for each batch without precompute_ref_log_probs, and for each row with it, because TRL's
+cache depends on the whole config of a run (TRL 1.16). With --data, the difference is larger for a larger dataset.
 """
 
 import itertools

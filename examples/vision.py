@@ -23,7 +23,7 @@ from reflogp.cli.demo_model import train_tokenizer
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
 SHAPES = ("square", "circle", "triangle")
-#: Width and height of a drawn image, and of a patch that the model sees, in pixels: 16 patches, so 16 tokens for each image.
+#: Width and height in pixels of a drawn image, and of a patch of the model. An image has 16 patches, so 16 tokens.
 IMAGE_SIZE, PATCH_SIZE = 64, 16
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -37,7 +37,8 @@ def draw_pairs(file: Path, count: int) -> None:
     """Write pairs as JSON lines, and a PNG for each to the folder `images` next to the file.
 
     Args:
-        file: its lines have prompt, chosen and rejected (messages), and images (a list with one path, relative to the file).
+        file: the file to write. Its lines have prompt, chosen and rejected (messages), and images (a list with one path,
+            relative to the file).
         count: number of pairs.
     """
     (file.parent / "images").mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
     python examples/vision_dpo.py
 
-It draws images and asks for the colour of a shape. With data and a model of your own:
+The example draws its own images; each prompt asks for the colour of a shape. With data and a model of your own:
 
     python examples/vision_dpo.py --model ./vision-model --data pairs.jsonl --steps 100
 """

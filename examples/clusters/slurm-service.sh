@@ -1,11 +1,11 @@
 #!/bin/bash
-# A Slurm job in which a reference service and a training run share a node: the service has the first GPU, the run the others.
+# A Slurm job in which a service and a training run share a node: the service uses the first GPU, the run uses the others.
 #
 #     sbatch --gres=gpu:8 examples/clusters/slurm-service.sh ./sft-model python train.py
 #
-# The run finds the service in $REFLOGP_URL, and its token in $REFLOGP_TOKEN. The service ends with the run. Settings, as
-# environment variables: REFLOGP_STORE (default ./logps, on a filesystem that outlives the job), REFLOGP_DTYPE,
-# REFLOGP_START_SECONDS (how long the service may take to start: 3600).
+# For the run, $REFLOGP_URL is the address of the service and $REFLOGP_TOKEN its token. The service ends when the run ends. These
+# environment variables are settings: REFLOGP_STORE (default ./logps; use a filesystem that remains after the job),
+# REFLOGP_DTYPE, REFLOGP_START_SECONDS (maximum seconds until the service is ready; default 3600).
 #SBATCH --job-name=reflogp
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -23,7 +23,7 @@ if [ "${#gpus[@]}" -lt 2 ] && [ -z "${REFLOGP_ON_CPU:-}" ]; then
     exit 2
 fi
 export no_proxy="127.0.0.1${no_proxy:+,$no_proxy}"
-folder=$(mktemp -d)  # of this job alone: jobs of the service, its log, its token
+folder=$(mktemp -d)  # for this job only: the service's jobs, log and token
 REFLOGP_TOKEN="reflogp_$(head -c 24 /dev/urandom | base64 | tr -d '+/=\n')"
 digest=$(printf %s "$REFLOGP_TOKEN" | sha256sum | cut -d ' ' -f 1)
 export REFLOGP_TOKEN

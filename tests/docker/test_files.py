@@ -94,7 +94,7 @@ def test_the_bucket_is_made_and_found_again(tmp_path):
             "AWS_SECRET_ACCESS_KEY_FILE": str(tmp_path / "key"),
             "REFLOGP_STORE": "s3://made-here/logps",
         }
-        for said in ("made", "there"):
+        for said in ("created", "already exists"):
             done = run("make_bucket.py", **environment)
             assert (done.returncode, done.stdout) == (0, f"bucket made-here: {said}\n"), done.stderr
         server = pafs.S3FileSystem(
