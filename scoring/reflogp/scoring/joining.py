@@ -26,7 +26,7 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.images import IMAGE_COLUMNS
-from reflogp.store.joins import ROW_COLUMN, tokens_column
+from reflogp.store.joins import ROW_COLUMN, UNUSABLE, tokens_column
 from reflogp.store.texts import counted, short_repr, shortened
 from reflogp.store.windows import TrainerSettings
 
@@ -194,7 +194,7 @@ def joined_windows(
         join = join_logps(window.table, snapshot, **asdict(settings))
         numbers = window.table["row"].to_numpy()
         for row in numbers[join.unusable]:
-            _bad(summary, watcher, int(row), "the row's stored values cannot be read; run `reflogp store verify`")
+            _bad(summary, watcher, int(row), UNUSABLE)
         summary.missing += int(join.missing.sum())
         room = NAMED_ROWS - len(summary.missing_row_numbers)
         summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]

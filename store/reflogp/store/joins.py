@@ -26,6 +26,8 @@ KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps
 #: Column of a joined file: the row's number in the dataset, from 0. The numbers have gaps, because rows without values are left
 #: out.
 ROW_COLUMN = "ref_row"
+#: Problem of a row whose stored values are unusable (see `Join`).
+UNUSABLE = "the row's stored values cannot be read; run `reflogp store verify`"
 
 Float32s = npt.NDArray[np.float32]
 

@@ -21,6 +21,7 @@ from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Join, Snapshot, join_logps
+from reflogp.store.joins import UNUSABLE
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import TrainerSettings
@@ -31,7 +32,6 @@ ALIKE = 0.9
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
-_UNREADABLE = "the stored values cannot be read; run `reflogp store verify`"
 
 Bools = npt.NDArray[np.bool_]
 
@@ -199,7 +199,7 @@ def _numbers(
     empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
     missing = join.missing & ~empty
     usable = ~(join.missing | join.unusable | join.dropped | empty)
-    problems |= {int(row): _UNREADABLE for row in rows[join.unusable & ~join.missing]}
+    problems |= {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
     problems |= {int(row): _EMPTY for row in rows[empty]}
     coverage.examples += len(table)
     coverage.with_values += int(usable.sum())
