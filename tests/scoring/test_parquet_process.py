@@ -141,6 +141,8 @@ def test_ctrl_c_during_forks_leaves_no_child_and_no_lock(parquet, monkeypatch, r
         return {child.pid for child in psutil.Process().children()} - others
 
     monkeypatch.setattr(os, "fork", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored where a shell runs the tests with `&`
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     dropped = 0
     gc.freeze()  # `left` does not search through what earlier tests imported
     request.addfinalizer(gc.unfreeze)

@@ -7,6 +7,7 @@ thread of Python's, no device and no connection. Knows nothing of what runs. Use
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -98,6 +99,7 @@ def main(path: str, modules: list[str]) -> None:
     sys.path[0] = path  # not this script's folder
     for name in modules:
         importlib.import_module(name)
+    gc.freeze()  # or each garbage collection of a run would walk what was imported, and copy its pages
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
