@@ -93,7 +93,7 @@ def settings(model, data) -> dict[str, Any]:
         "dataset_num_proc": 1,
         "report_to": "none",
         "use_cpu": "true",
-        "check_model": "false",  # true: each run asks modelscope for the model's files, with retries of 25 s where no network is
+        "check_model": "false",  # else a run asks ModelScope for files, for 25 s without network
         "seed": 7,
         "add_version": "false",
         "create_checkpoint_symlink": "false",
