@@ -530,7 +530,7 @@ def test_who_may_read_only_changes_nothing(guarded):
     with signed_in(guarded, "reader") as client:
         assert client.get("/").status_code == 200
         answer = client.post("/jobs/some/cancel")
-        assert answer.status_code == 403 and "may not score" in answer.text
+        assert answer.status_code == 403 and "does not have the scope" in answer.text
 
 
 def test_a_form_without_the_cookie_leads_to_signing_in(guarded):
