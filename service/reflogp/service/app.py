@@ -51,7 +51,7 @@ class _App(FastAPI):
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """Return the app for these settings.
+    """Return the FastAPI app for the given settings.
 
     Raises:
         UsageError: another service uses the same state folder, or the folder cannot be written.
@@ -143,7 +143,7 @@ def _workers(
     try:
         from reflogp.service.ray_processes import ray_workers
     except ImportError as error:
-        raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
+        raise UsageError(f"the executor `ray` needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
     device = "auto" if settings.devices == ["all"] else settings.devices[0]
     workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder)
     return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close

@@ -128,7 +128,9 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
             known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
             detail = "no bearer token was sent" if header is None else "the bearer token is unknown"
-            raise Problem(401, detail, "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'})
+            raise Problem(
+                401, detail, "send the header Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'}
+            )
         require_scope(known, scope)
         request.state.token = known
         return known.name

@@ -201,7 +201,11 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
 
     def check(schema: pa.Schema) -> None:
         if schema.names != QUESTION.names or schema.field("key").type not in (KEY_TYPE, pa.binary(), pa.large_binary()):
-            raise Problem(422, f"the stream's columns are {_described(schema)}", "send one column: key, fixed_size_binary(16)")
+            raise Problem(
+                422,
+                f"the stream has the wrong columns: {_described(schema)}",
+                "send one column: `key` of type fixed_size_binary(16)",
+            )
 
     try:
         parts = [batch.column("key").cast(KEY_TYPE) for batch in _batches_of(body, max_keys, "keys", check)]
@@ -224,7 +228,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
     The number of values is checked before they are cast to int32, because the cast makes an int8 column four times as large.
 
     Raises:
-        Problem: the body is not an Arrow IPC stream of these columns, a sequence or token id is null, a token id needs more
+        Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
             than 32 bits, a batch is compressed, or there are more sequences or tokens than allowed.
     """
 
@@ -233,7 +237,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         if not known or not all(_is_token_lists(field.type) for field in schema):
             raise Problem(
                 422,
-                f"the stream's columns are {_described(schema)}",
+                f"the stream has the wrong columns: {_described(schema)}",
                 "send prompt_ids and completion_ids as lists of integers, and also attention_mask for rows of padded batches",
             )
 
@@ -330,7 +334,7 @@ def _check_metadata(message: pa.ipc.Message) -> None:
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
             413,
-            f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
+            f"a message in the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
             "send only the required columns, without custom metadata",
         )
 

@@ -145,7 +145,7 @@ def fetch(
     `folder.released` when the ledger refers to the file or folder, or when it is not needed.
 
     Args:
-        uri: URI with one of the schemes https, http, s3, gs, az and hf, below a prefix in the settings.
+        uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
         folder: folder that receives the dataset and limits the total size of all datasets.
         settings: allowed prefixes, and limits on time and size.
         cancelled: called a few times per second, or after each chunk from an object store or the Hub. The fetch stops when
@@ -239,7 +239,7 @@ def _suffix(uri: _Uri) -> str:
     """Return the suffix of the dataset's format. Raise ValueError if the URI has no such suffix, or no host."""
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(f"the path does not end in {SUFFIXES_IN_WORDS}")
+        raise ValueError(f"the URI has no host, or its path does not end in {SUFFIXES_IN_WORDS}")
     if uri.scheme == _HUB:
         _hub_file(uri)
     return suffix
@@ -442,7 +442,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         if about.type != pafs.FileType.File:
             raise ValueError("the object does not exist")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # the bytes as stored
+        with filesystem.open_input_stream(key, compression=None) as source:  # read the bytes as stored
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)
@@ -466,7 +466,7 @@ def _fetch_split(
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None],
 ) -> tuple[Path, str]:
-    """Fetch the files of a split into a folder. Sorting the names of the files gives their order in the split.
+    """Fetch the files of a split into a folder. The files are named so that they sort in the order of the split.
 
     Return the folder and its digest.
     """
@@ -502,7 +502,7 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A hidden file to which a dataset is being written, and the digest of its content.
+    """A hidden file that a dataset is being written to, and the digest of its content.
 
     Args:
         size: number of bytes of the same dataset that have already been written to other files.

@@ -42,7 +42,7 @@ class _Fetch:
 
 
 class Fetching:
-    """The background fetches of a service. Datasets of queued jobs are fetched in queue order, several at a time.
+    """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
         settings: limits on fetches.

@@ -138,7 +138,7 @@ class Ledger:
 
     @property
     def failures(self) -> int:
-        """The number of attempts to use the ledger that have failed so far."""
+        """The number of failed attempts to use the ledger so far."""
         return self._file.failures
 
     def probe(self) -> None:
@@ -223,7 +223,7 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Return running jobs that no worker has to the queue, or end them if they were cancelled.
+        """Put running jobs that are on no worker back into the queue, or end them if they were cancelled.
 
         Return the number of jobs that were queued again or ended.
 
@@ -332,7 +332,7 @@ class Ledger:
         self._file.write(progressed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """End a running or queued job with a final state, and store the summary of a done job or the error of a failed job.
+        """Move a queued or running job to a final state, and store the summary if it is done or the error if it failed.
 
         Return False if the job had already ended.
         """
@@ -474,7 +474,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a done job with this summary may be returned for a new submission with the same identity."""
+    """Return whether a completed job with this summary may be returned for a new submission with the same identity."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 

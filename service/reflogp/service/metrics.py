@@ -32,7 +32,7 @@ class Metrics:
         self.sequences = Counter(
             "reflogp_sequences", "Sequences that were found in the store (hit) or scored.", ["way", "how"], registry=registry
         )
-        self.tokens = Counter("reflogp_scored_tokens", "Tokens of sequences that an engine scored.", ["way"], registry=registry)
+        self.tokens = Counter("reflogp_scored_tokens", "Tokens in sequences that an engine scored.", ["way"], registry=registry)
         self.engine_seconds = Histogram(
             "reflogp_score_engine_seconds",
             "Time that the engine spent on an online request.",

@@ -48,7 +48,7 @@ class DatasetSpec(BaseModel):
         None,
         pattern="^/",
         max_length=4096,
-        description="File or folder on the service's machine, below one of its dataset_roots.",
+        description="Path of a file or folder on the service's machine, inside one of the dataset_roots.",
     )
     uri: str | None = Field(
         None,
@@ -73,7 +73,7 @@ class DatasetSpec(BaseModel):
 
 
 class JobSettings(BaseModel):
-    """The settings of a job. Settings that a trainer also has are named as they are in the trainer's config."""
+    """The settings of a job. Settings that trainers also have use the same names as the trainers' configs."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
@@ -125,7 +125,7 @@ class JobProgress(BaseModel):
     )
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(
-        0, description="Number of rows so far that could not be given values. The result states the reason for each of them."
+        0, description="Number of rows so far that have no values because of an error. The result contains each row's error."
     )
     tokens: int = Field(0, description="Number of tokens in the scored sequences.")
     tokens_per_second: float = Field(
@@ -161,7 +161,9 @@ class Job(BaseModel):
         None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
     )
     error: str | None = Field(None, description="Reason why the job failed.")
-    summary: dict[str, Any] | None = Field(None, description="Counts of a done job, as `reflogp score --json` prints them.")
+    summary: dict[str, Any] | None = Field(
+        None, description="Counts for a completed job, as `reflogp score --json` prints them."
+    )
 
     @field_validator("dataset")
     @classmethod
@@ -237,7 +239,7 @@ class RowProblem(BaseModel):
 
 
 class Report(BaseModel):
-    """A report on the values of a done job."""
+    """A report on the values of a completed job."""
 
     histograms: dict[str, Histogram] = Field(
         description="Histograms of mean log-probs per token (chosen and rejected, or completion), and of margins (chosen minus"

@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Operation:
-    """A route with one HTTP method.
+    """One HTTP method of a route.
 
     Attributes:
         bodies: media types that are accepted for the request body.

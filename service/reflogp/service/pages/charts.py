@@ -33,11 +33,11 @@ _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10,
 
 
 def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
-    """Draw a histogram as bars between edges.
+    """Draw a histogram with one bar between each edge and the next.
 
     Args:
         name: id that is unique on the page, made of letters, digits and hyphens.
-        title: what is counted.
+        title: title of the chart, which says what is counted.
         unit: unit of the edges, shown below the axis.
         values: counts and edges; bars may have equal or unequal widths.
     """
@@ -82,7 +82,7 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
 
     Args:
         name: id that is unique on the page, made of letters, digits and hyphens.
-        title: what the chart shows.
+        title: title of the chart.
         points: (seconds since the start, tokens per second), in chronological order.
     """
     points = [(second, rate) for second, rate in points if math.isfinite(second) and math.isfinite(rate)]
