@@ -524,7 +524,7 @@ def test_a_folder_that_went_away_is_said(port, tmp_path):
     with closing(Ledger(tmp_path / "jobs.sqlite")) as ledger:
         fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetQuota(settings.max_uploads_bytes))
         fetched.folder.rmdir()
-        with pytest.raises(DatasetError, match="cannot be written"):
+        with pytest.raises(DatasetError, match="cannot write the dataset"):
             fetch(f"http://127.0.0.1:{port}/good.jsonl", fetched, settings, lambda: False)
 
 
