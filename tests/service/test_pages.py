@@ -360,7 +360,7 @@ def test_the_list_says_that_the_service_does_not_answer(chromium, service, done)
     with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
         page.goto(service)
         page.context.route(f"{service}/", lambda route: route.abort())
-        page.locator("#live", has_text="does not answer").wait_for()
+        page.locator("#live", has_text="is not responding").wait_for()
         page.context.unroute_all()
         page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
 
