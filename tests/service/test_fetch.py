@@ -460,8 +460,8 @@ def test_a_prefix_that_is_none_is_named(prefix):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("out", "do not allow fetching from there"),
-        ("dots", "do not allow fetching from there"),
+        ("out", "do not allow fetching from this location"),
+        ("dots", "do not allow fetching from this location"),
         ("encoded", "cannot be fetched"),
         ("loopback", "do not allow fetching|host is not public"),
         ("metadata", "host is not public"),
@@ -471,16 +471,16 @@ def test_a_prefix_that_is_none_is_named(prefix):
         ("circle", "redirects more than 3"),
         ("chain4", "redirects more than 3"),
         ("nowhere", "does not lead to an http"),
-        ("odd", "do not allow fetching from there"),
-        ("missing", "status is 404"),
-        ("partial", "status is 206"),
-        ("none", "status is 204"),
+        ("odd", "do not allow fetching from this location"),
+        ("missing", "status 404"),
+        ("partial", "status 206"),
+        ("none", "status 204"),
         ("packed", "content encoding"),
         ("bomb", "content encoding"),
-        ("large", "longer than 1,000,000"),
-        ("announced", "longer than 1,000,000"),
+        ("large", "larger than 1,000,000"),
+        ("announced", "larger than 1,000,000"),
         ("negative", "connection failed|cannot be detected"),
-        ("endless", "longer than 1,000,000"),
+        ("endless", "larger than 1,000,000"),
         ("truncated", "connection failed"),
         ("cutchunks", "connection failed"),
         ("unbounded", "cannot be detected"),
@@ -524,7 +524,7 @@ def test_a_folder_that_went_away_is_said(port, tmp_path):
     with closing(Ledger(tmp_path / "jobs.sqlite")) as ledger:
         fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetQuota(settings.max_uploads_bytes))
         fetched.folder.rmdir()
-        with pytest.raises(DatasetError, match="cannot be written"):
+        with pytest.raises(DatasetError, match="cannot write the dataset"):
             fetch(f"http://127.0.0.1:{port}/good.jsonl", fetched, settings, lambda: False)
 
 
@@ -619,9 +619,9 @@ def test_objects_are_fetched(bucket, folder):
     "uri, says",
     [
         ("s3://team/prefs/none.jsonl", "object does not exist"),
-        ("s3://team/prefs/large.jsonl", "longer than 1,000,000"),
-        ("s3://team/secret/a.jsonl", "do not allow fetching from there"),
-        ("s3://other/prefs/a.jsonl", "do not allow fetching from there"),
+        ("s3://team/prefs/large.jsonl", "larger than 1,000,000"),
+        ("s3://team/secret/a.jsonl", "do not allow fetching from this location"),
+        ("s3://other/prefs/a.jsonl", "do not allow fetching from this location"),
         ("s3://team/prefs/../secret/a.jsonl", "segment that is empty"),
     ],
 )
@@ -673,13 +673,13 @@ def test_files_of_the_hub_are_fetched(hub_of_team, folder, monkeypatch):
         ("hf://datasets/team/prefs/none.jsonl", "has no file none.jsonl"),
         ("hf://datasets/team/prefs@none/prefs/a.jsonl", "the token may not read it"),
         ("hf://datasets/team/nothing/prefs/a.jsonl", "the token may not read it"),
-        ("hf://datasets/team/prefs/prefs/large.jsonl", "longer than 1,000,000"),
+        ("hf://datasets/team/prefs/prefs/large.jsonl", "larger than 1,000,000"),
         ("hf://datasets/team/prefs/prefs", "does not end in"),
         ("hf://datasets/team/a.jsonl", "is not a file of the Hub"),
         ("hf://datasets/a.jsonl", "is not a file of the Hub"),
-        ("hf://models/team/prefs/a.jsonl", "URI of a file of the Hub must be hf://datasets"),
-        ("hf://datasets/team/prefs/a.jsonl?token=x", "URI of a file of the Hub must be hf://datasets"),
-        ("hf://datasets/team/prefs/a%41.jsonl", "URI of a file of the Hub must be hf://datasets"),
+        ("hf://models/team/prefs/a.jsonl", "URI of a file on the Hub must be hf://datasets"),
+        ("hf://datasets/team/prefs/a.jsonl?token=x", "URI of a file on the Hub must be hf://datasets"),
+        ("hf://datasets/team/prefs/a%41.jsonl", "URI of a file on the Hub must be hf://datasets"),
         ("hf://datasets/team/prefs@refs/pr/1/a.jsonl@b.jsonl", "is not a file of the Hub"),
         ("hf://datasets/team/prefs@/a.jsonl", "is not a file of the Hub"),
         ("hf://datasets/team/prefs/../secret/prefs/a.jsonl", "segment that is empty"),

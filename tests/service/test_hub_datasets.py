@@ -214,7 +214,7 @@ def test_what_is_read_in_another_way_is_refused(server, folder, files, says):
 
 def test_the_limits_are_for_all_files_together(server, folder):
     server.make("team/large", {f"train-{part}.jsonl": b"x" * 600_000 for part in range(2)})
-    with pytest.raises(DatasetError, match=r"longer than 1,000,000"):
+    with pytest.raises(DatasetError, match=r"larger than 1,000,000"):
         fetched("hf://datasets/team/large", folder)
     assert left(folder) == [] and folder._room.used == 0
     path, _ = fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))
@@ -284,7 +284,7 @@ def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, 
         job = json.loads(out)
         assert (job["dataset"]["config"], job["summary"]["hits"], job["summary"]["scored"]) == ("extra", 10, 0)
         for refused in ("team/secret", ServiceUri("hf://datasets/team/secret")):
-            with pytest.raises(NotAllowedError, match="settings do not allow fetching from there"):
+            with pytest.raises(NotAllowedError, match="settings do not allow fetching from this location"):
                 client.submit(refused, "ref")
         with pytest.raises(RequestRefusedError, match="has configs"):
             client.submit(ServiceUri("hf://datasets/team/prefs/extra/a.parquet", "extra"), "ref")

@@ -360,7 +360,7 @@ def test_the_list_says_that_the_service_does_not_answer(chromium, service, done)
     with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
         page.goto(service)
         page.context.route(f"{service}/", lambda route: route.abort())
-        page.locator("#live", has_text="does not answer").wait_for()
+        page.locator("#live", has_text="is not responding").wait_for()
         page.context.unroute_all()
         page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
 
@@ -530,7 +530,7 @@ def test_who_may_read_only_changes_nothing(guarded):
     with signed_in(guarded, "reader") as client:
         assert client.get("/").status_code == 200
         answer = client.post("/jobs/some/cancel")
-        assert answer.status_code == 403 and "may not score" in answer.text
+        assert answer.status_code == 403 and "does not have the scope" in answer.text
 
 
 def test_a_form_without_the_cookie_leads_to_signing_in(guarded):

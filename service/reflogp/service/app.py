@@ -1,4 +1,4 @@
-"""Build the HTTP app: connect the parts of a service, start and stop them, and add the routes."""
+"""Build the HTTP app: create the components of a service, start and stop them, and add the routes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
-_DESCRIPTION = "Reference log-probs: score datasets as jobs, score sequences at once, look up stored values."
+_DESCRIPTION = "Reference log-probs: score datasets as background jobs, score sequences online, and look up stored values."
 
 
 class _App(FastAPI):
@@ -51,11 +51,11 @@ class _App(FastAPI):
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """Return the app for these settings.
+    """Return the FastAPI app for the given settings.
 
     Raises:
         UsageError: another service uses the same state folder, or the folder cannot be written.
-        UsageError, CheckpointError: the store's URI, or a reference of the settings, cannot be used (see ReferenceRegistry).
+        UsageError, CheckpointError: the store's URI or a reference in the settings cannot be used (see ReferenceRegistry).
     """
     folder = settings.state_folder()
     lock = StateLock(folder)
@@ -81,7 +81,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     workers, start, end = _workers(settings, registry, folder)
     most = settings.max_worker_bytes
-    if most is None and settings.executor == "local":  # Ray limits memory on its nodes by itself
+    if most is None and settings.executor == "local":  # Ray itself limits the memory of its workers
         most = total_memory() * 9 // 10
     configurations = _configurations(settings, registry, folder, workers)
     silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
@@ -105,7 +105,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=version("reflogp"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's /docs loads a script from another site; routes/pages.py serves a page without it
+        docs_url=None,  # FastAPI's /docs loads a script from another site, but the /docs of routes/pages.py does not
         redoc_url=None,
     )
     app.state.context = context
@@ -128,9 +128,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return (the place of each worker, a function that starts one worker, a function to call when the service ends).
+    """Return (the device of each worker, a function that starts a worker, a function to call when the service stops).
 
-    The list of places is empty if the settings name no model.
+    The list of devices is empty when no models are configured.
     """
     if not registry.named():
         return [], start_here, lambda: None
@@ -143,7 +143,7 @@ def _workers(
     try:
         from reflogp.service.ray_processes import ray_workers
     except ImportError as error:
-        raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
+        raise UsageError(f"the executor `ray` needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
     device = "auto" if settings.devices == ["all"] else settings.devices[0]
     workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder)
     return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
@@ -152,9 +152,9 @@ def _workers(
 def _configurations(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path, workers: list[Place]
 ) -> list[WorkerConfiguration]:
-    """Return the configurations of the workers, one for each place.
+    """Return one configuration for each worker.
 
-    Raise UsageError if a model is configured with two engines.
+    Raise UsageError if the same model is configured with two different engines.
     """
     named = registry.named()
     models: dict[str, ModelConfig] = {}
@@ -162,7 +162,8 @@ def _configurations(
         place = settings.references[name].place()
         if models.setdefault(reference.reference_id, place).engine != place.engine:
             raise UsageError(
-                f"references.{name} has the model and numerics of another reference, but another engine: keep only one of them"
+                f"references.{name} has the same model and numerics as another reference, but a different engine: remove one of"
+                " the two references"
             )
     first = WorkerConfiguration(
         device="auto",

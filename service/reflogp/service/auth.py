@@ -1,4 +1,4 @@
-"""Check bearer tokens and the sessions of browsers, and restrict routes to tokens with the required scope.
+"""Check bearer tokens and browser sessions, and restrict each route to tokens with the required scope.
 
 The service stores the digests of tokens, never the tokens themselves.
 """
@@ -19,17 +19,17 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from reflogp.service.problems import Problem
 from reflogp.service.settings import Scope, TokenSettings
 
-#: Seconds for which a browser stays signed in.
+#: How long a browser stays signed in, in seconds.
 SESSION_SECONDS = 12 * 3600
-#: The maximum number of sessions of one token. A further session ends the token's oldest session. The sessions of one token
-#: therefore cannot fill the memory, and never end sessions of other tokens.
+#: Maximum number of sessions per token. Signing in beyond this limit ends the token's oldest session, so the sessions of one
+#: token can neither fill the memory nor end sessions of other tokens.
 _MOST_SESSIONS = 100
-#: Browsers add the session's cookie to every request that a page makes, so the cookie only authorizes methods that read.
+#: Browsers send the session cookie with every request that a page makes, so the cookie authorizes only read-only methods.
 _SAFE_METHODS = ("GET", "HEAD")
 
 
 def new_token() -> tuple[str, str]:
-    """Return a random token of 256 bits and its sha256. The digest needs no salt, because nobody can guess a random token."""
+    """Return a random 256-bit token and its SHA-256 digest. The digest needs no salt, because the token cannot be guessed."""
     token = "reflogp_" + secrets.token_urlsafe(32)
     return token, digest_of(token)
 
@@ -39,9 +39,9 @@ def digest_of(token: str) -> str:
 
 
 def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """Return the entry of a token in the settings, or None for an unknown or empty token.
+    """Return a token's entry in the settings, or None if the token is unknown or empty.
 
-    Every known digest is compared in constant time, so the response time does not show how much of a guess was right.
+    Every known digest is compared in constant time, so the response time does not reveal how much of a guess was correct.
     """
     given = digest_of(token)
     known = [entry for entry in tokens if hmac.compare_digest(entry.sha256, given)]
@@ -50,20 +50,20 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
 
 @dataclass(frozen=True)
 class _Session:
-    sha256: str  # digest of the token that signed in
+    sha256: str  # digest of the token that was used to sign in
     expires_at: float  # time.monotonic
 
 
 class Sessions:
     """Sessions of signed-in browsers.
 
-    A cookie holds the id of a session, not a token. Signing out invalidates all copies of the cookie.
+    A cookie contains a session id, not a token, so signing out invalidates all copies of the cookie.
 
-    Sessions are kept in memory, so a restart of the service ends all of them. When a token was removed from the settings, the
-    restart ends its sessions too.
+    Sessions are kept in memory, so restarting the service ends all sessions, including those of tokens that were removed from
+    the settings.
 
     Args:
-        tokens: the tokens that may sign in.
+        tokens: the tokens that users can sign in with.
     """
 
     def __init__(self, tokens: list[TokenSettings]) -> None:
@@ -71,7 +71,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}  # digest of the cookie -> session, oldest first
 
     def begin(self, token: str) -> str:
-        """Begin a session of a known token; return the cookie's value."""
+        """Begin a session for a known token, and return the value of its cookie."""
         sha256, now = digest_of(token), time.monotonic()
         self._sessions = {name: session for name, session in self._sessions.items() if session.expires_at > now}
         own = [name for name, session in self._sessions.items() if session.sha256 == sha256]
@@ -82,11 +82,11 @@ class Sessions:
         return cookie
 
     def end(self, request: Request) -> None:
-        """End the session of the browser that sent a request."""
+        """End the session of the browser that sent the request."""
         self._sessions.pop(digest_of(request.cookies.get(cookie_name(request), "")), None)
 
     def entry(self, request: Request) -> TokenSettings | None:
-        """Return the settings' entry of the token with which a browser signed in, or None if the browser is not signed in."""
+        """Return the settings entry of the token that the browser signed in with, or None if the browser is not signed in."""
         session = self._sessions.get(digest_of(request.cookies.get(cookie_name(request), "")))
         if session is None or session.expires_at <= time.monotonic():
             return None
@@ -106,11 +106,11 @@ def cookie_name(request: Request) -> str:
 
 
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
-    """Return a dependency that admits a request if its token has the scope; the dependency returns the token's name.
+    """Return a FastAPI dependency that admits requests whose token has the scope, and returns the token's name.
 
-    A GET or HEAD request without an Authorization header is admitted by the browser's session, since links and EventSource
-    cannot send this header. If the settings have no tokens, every request is admitted. ServerSettings allows this only on
-    loopback.
+    Because links and EventSource cannot send an Authorization header, a GET or HEAD request without this header is admitted if
+    the browser is signed in with such a token. If the settings contain no tokens, every request is admitted. ServerSettings
+    allows this only on a loopback address.
     """
 
     async def check(
@@ -128,7 +128,9 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
             known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
             detail = "no bearer token was sent" if header is None else "the bearer token is unknown"
-            raise Problem(401, detail, "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'})
+            raise Problem(
+                401, detail, "send the header Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'}
+            )
         require_scope(known, scope)
         request.state.token = known
         return known.name
@@ -137,18 +139,18 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
 
 def still_allowed(request: Request) -> bool:
-    """Return whether a long response may continue, which means that the browser's session has not ended since the request."""
+    """Return whether a long response may continue. It must stop when the browser session that authorized it has ended."""
     entry: TokenSettings | None = request.state.token
     return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
 
 
 def may_read(request: Request) -> bool:
-    """Return whether the caller may read the data of all callers. Other callers may see only their own submissions."""
+    """Return whether the caller may read everyone's data. Callers without this permission see only their own submissions."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 
 
 def require_scope(entry: TokenSettings, scope: Scope) -> None:
-    """Raise Problem 403 unless a token has the given scope or the scope `admin`."""
+    """Raise Problem 403 unless the token has the given scope or the scope `admin`."""
     if not {scope, "admin"} & entry.scopes:
-        raise Problem(403, f"token {entry.name!r} may not {scope}", f"ask for a token with the scope {scope!r}")
+        raise Problem(403, f"token {entry.name!r} does not have the scope {scope!r}", "ask for a token with this scope")

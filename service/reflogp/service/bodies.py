@@ -1,8 +1,8 @@
 """Read request bodies in Arrow IPC and JSON format within limits, and write responses in these formats.
 
-A body that is too long or too slow is refused while it arrives. A body with too many rows or values is refused before it is
-decoded. A body with compressed batches is also refused, because a few compressed bytes can become gigabytes. Memory for a body
-is reserved before it is read (see request_memory).
+A body that is too long or arrives too slowly is refused while it is being read. A body with too many rows or values is refused
+before it is decoded. A body with compressed batches is also refused, because a few compressed bytes can expand to gigabytes.
+Memory for a body is reserved before the body is read (see request_memory).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 
-#: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
+#: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer than decoding.
 _DECODED_AT_ONCE = 64 << 10
-_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or send less in one request"
+_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or send less data per request"
 
-#: A body is refused if it is incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second after
-#: the first _SLOW_START_SECONDS. A slower sender would hold reserved memory for too long.
+#: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
+#: after the first _SLOW_START_SECONDS. A slower sender would tie up reserved memory for too long.
 _BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
-#: If a body has no Content-Length, memory for this many bytes is reserved at first, and more as the body arrives.
+#: If a request has no Content-Length, memory for this many bytes is reserved at first, and more as the body arrives.
 _UNKNOWN_BYTES = 64 << 10
-#: Bytes of memory that the decoded JSON and its response need for each byte of the body.
+#: Bytes of memory to reserve for each byte of a JSON body. They cover the decoded JSON and the response.
 _JSON_COST = 24
 #: The maximum number of objects, lists and fields in a JSON body. No route needs more: a thousand sequences have three thousand
 #: lists and objects.
 _MAX_JSON_PARTS = 10_000
 #: The maximum size in bytes of an Arrow message's metadata (schema, buffer offsets), and the maximum number of messages in a
-#: stream. Ordinary streams have about a kilobyte of metadata and one batch for some thousands of rows. Parsing metadata and
+#: stream. Ordinary streams have about a kilobyte of metadata, and one batch for every few thousand rows. Parsing metadata and
 #: messages takes far more memory than the bytes themselves.
 _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
-#: Bytes that are allowed for the headers, padding and metadata of a stream, in addition to its data.
+#: Number of bytes allowed for a stream's headers, padding and metadata, in addition to its data.
 _FRAME_BYTES = 1 << 20
-#: Size in bytes of the pieces of a response. A piece is made after the previous piece was sent, so a slow reader holds only one
-#: piece in memory.
+#: Size in bytes of the pieces in which a response is sent. Each piece is created only after the previous piece was sent, so a
+#: slow reader keeps only one piece in memory.
 PIECE_BYTES = 256 << 10
 #: Indices of fields in Arrow's flatbuffers (format/Message.fbs): header_type and header of Message, length and compression of
 #: RecordBatch. The last number is the type of RecordBatch in the union of headers.
@@ -64,12 +64,12 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
     """Reserve memory for a body and for the data decoded from it, then read the body.
 
     Args:
-        max_bytes: a longer body is refused.
-        cost: returns the bytes of memory to reserve for a body of the given length.
+        max_bytes: maximum length of the body. A longer body is refused.
+        cost: function that returns how many bytes of memory to reserve for a body of a given length.
 
     Raises:
-        Problem: 408 for a body that arrives too slowly, 413 for a body that is too long, 400 if the sender disconnects, and
-            what Reservation.reserve raises.
+        Problem: 408 for a body that arrives too slowly, 413 for a body that is too long, 400 if the sender disconnects, and any
+            problem that Reservation.reserve raises.
     """
     reservation, loop = reservation_of(request), asyncio.get_running_loop()
     declared = request.headers.get("content-length", "")
@@ -89,7 +89,7 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
             raise Problem(
                 408,
                 f"only {len(body):,} bytes of the body arrived within {patience:.0f} seconds",
-                "send less in one request, or use a faster connection",
+                "send less data per request, or use a faster connection",
             ) from None
         if chunk is None:
             return body
@@ -102,13 +102,13 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. The caller limits its length. Raise Problem 400 if the sender disconnects early."""
+    """Yield the body as it arrives; the caller must limit its length. Raise Problem 400 if the sender disconnects early."""
     try:
         async for chunk in request.stream():
             if chunk:
                 yield chunk
     except ClientDisconnect as error:
-        raise Problem(400, "the connection ended before the end of the body", "send the request again") from error
+        raise Problem(400, "the connection was closed before the whole body had arrived", "send the request again") from error
 
 
 def media_type(request: Request) -> str:
@@ -121,13 +121,13 @@ def require_type(request: Request, *accepted: str) -> str:
 
     Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
 
-    A page of another site can make a browser send a body without a type, or with one of the three types of HTML forms, to any
-    service that the browser can reach. For all other types the browser first sends a CORS preflight request, and this service
-    refuses preflight requests.
+    A page on another site can make a browser send a body to any service that the browser can reach, but only without a content
+    type or with one of the three content types of HTML forms. Before a browser sends any other type, it makes a CORS preflight
+    request, which this service refuses.
     """
     kind = media_type(request)
     if kind not in accepted:
-        detail = f"the content type {kind[:100]!r} is not accepted here" if kind else "the request names no content type"
+        detail = f"this route does not accept the content type {kind[:100]!r}" if kind else "the request has no content type"
         raise Problem(415, detail, f"send the header content-type: {' or '.join(accepted)}", {"Accept": ", ".join(accepted)})
     return kind
 
@@ -136,7 +136,8 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
 
     Raises:
-        Problem: 415 for another media type, 422 for a body that does not fit the model, and what `read_body` raises.
+        Problem: 415 for any other media type, 422 for a body that does not match the model, and any problem that `read_body`
+            raises.
     """
     require_type(request, JSON)
     try:
@@ -151,7 +152,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
-    # For each wrong list, object or field, Pydantic creates an error object of about a kilobyte.
+    # Pydantic creates an error object of about a kilobyte for each invalid list, object or field.
     if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
         raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
     try:
@@ -165,7 +166,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
     """Return the OpenAPI description of a request body.
 
-    The body is either `model` as JSON, or bytes of one of the media types `others`.
+    The body is either `model` as JSON, or binary data with one of the media types in `others`.
     """
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
@@ -173,9 +174,9 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema in which every reference to `$defs` is replaced by the definition.
+    """Return a JSON schema in which every reference to `$defs` is replaced with the definition itself.
 
-    Inside an OpenAPI document such a reference would not be found.
+    Such a reference could not be resolved inside an OpenAPI document.
     """
     definitions = schema.pop("$defs", {})
 
@@ -200,7 +201,11 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
 
     def check(schema: pa.Schema) -> None:
         if schema.names != QUESTION.names or schema.field("key").type not in (KEY_TYPE, pa.binary(), pa.large_binary()):
-            raise Problem(422, f"the stream's columns are {_described(schema)}", "send one column: key, fixed_size_binary(16)")
+            raise Problem(
+                422,
+                f"the stream has the wrong columns: {_described(schema)}",
+                "send one column: `key` of type fixed_size_binary(16)",
+            )
 
     try:
         parts = [batch.column("key").cast(KEY_TYPE) for batch in _batches_of(body, max_keys, "keys", check)]
@@ -213,18 +218,17 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
 
 
 def keys_body_bytes(max_keys: int) -> int:
-    """Return the maximum size of a body with `max_keys` keys. The keys may have 64-bit offsets and a validity bitmap."""
+    """Return the maximum size in bytes of a body with `max_keys` keys, including 64-bit offsets and a validity bitmap."""
     return 25 * max_keys + _FRAME_BYTES
 
 
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
-    """Return a table of the list<int32> columns prompt_ids, completion_ids and, if it was sent, attention_mask.
+    """Return a table with the list<int32> columns prompt_ids and completion_ids, and attention_mask if it was sent.
 
-    The number of values is checked before the values are cast to int32, because an int8 column then grows to four times its
-    size.
+    The number of values is checked before they are cast to int32, because the cast makes an int8 column four times as large.
 
     Raises:
-        Problem: the body is not an Arrow IPC stream of these columns, a sequence or token id is null, a token id needs more
+        Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
             than 32 bits, a batch is compressed, or there are more sequences or tokens than allowed.
     """
 
@@ -233,8 +237,8 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         if not known or not all(_is_token_lists(field.type) for field in schema):
             raise Problem(
                 422,
-                f"the stream's columns are {_described(schema)}",
-                "send prompt_ids and completion_ids as lists of integers, and attention_mask too for rows of padded batches",
+                f"the stream has the wrong columns: {_described(schema)}",
+                "send prompt_ids and completion_ids as lists of integers, and also attention_mask for rows of padded batches",
             )
 
     parts, kind, tokens, masked = [], SEQUENCES, 0, 0
@@ -253,7 +257,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         try:
             lists = [pa.ListArray.from_arrays(_offsets(columns[name]), flat[name].cast(pa.int32())) for name in kind.names]
         except pa.ArrowInvalid as error:
-            raise Problem(422, "a token id does not fit into 32 bits", "send ids of the model's vocabulary") from error
+            raise Problem(422, "a token id does not fit into 32 bits", "send ids from the model's vocabulary") from error
         parts.append(pa.record_batch(lists, schema=kind))
     return pa.Table.from_batches(parts, kind)
 
@@ -261,7 +265,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
     """Return the maximum size in bytes of a body with this many sequences and tokens.
 
-    The size includes 64-bit token ids, an attention mask with 64 bits per token, and the 64-bit offsets of three columns.
+    The size allows for 64-bit token ids, an attention mask with 64 bits per token, and 64-bit offsets in three columns.
     """
     return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
 
@@ -274,7 +278,7 @@ def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
 
 
 def _too_many_tokens(max_tokens: int) -> Problem:
-    return Problem(413, f"more than {max_tokens:,} tokens", "split the request into several requests")
+    return Problem(413, f"the request has more than {max_tokens:,} tokens", "split the request into several requests")
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
@@ -297,7 +301,7 @@ def _is_token_lists(kind: pa.DataType) -> bool:
 def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
     """Yield the validated record batches of an Arrow IPC stream whose schema passes `check`. Nothing is decompressed.
 
-    Batches without rows are left out.
+    Batches without rows are skipped.
     """
     try:
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(body))
@@ -310,13 +314,13 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
         for number, message in enumerate(messages):
             _check_metadata(message)
             if number >= _MAX_MESSAGES:
-                raise Problem(413, f"more than {_MAX_MESSAGES:,} record batches", "send fewer and larger batches")
+                raise Problem(413, f"the stream has more than {_MAX_MESSAGES:,} record batches", "send fewer, larger batches")
             batch_rows, compressed = _record_batch_header(message.metadata.to_pybytes())
             rows += batch_rows
             if compressed:
-                raise Problem(422, "the stream's record batches are compressed", "send them uncompressed")
+                raise Problem(422, "the stream's record batches are compressed", "send uncompressed record batches")
             if rows > max_rows:
-                raise Problem(413, f"more than {max_rows:,} {what}", "split the request into several requests")
+                raise Problem(413, f"the request has more than {max_rows:,} {what}", "split the request into several requests")
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             if batch_rows:
@@ -326,12 +330,12 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
 
 
 def _check_metadata(message: pa.ipc.Message) -> None:
-    """Raise Problem 413 if a message has too much metadata, for example thousands of columns or long texts."""
+    """Raise Problem 413 if a message has too much metadata, for example thousands of columns or long strings."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
             413,
-            f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
-            "send only the required columns, without metadata of your own",
+            f"a message in the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
+            "send only the required columns, without custom metadata",
         )
 
 
@@ -343,7 +347,7 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 class PiecewiseResponse(Response):
     """A response that is sent in pieces.
 
-    For a slow reader, the connection's buffer holds one piece instead of the whole response.
+    If the client reads slowly, the connection's buffer contains one piece instead of the whole response.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -375,16 +379,16 @@ def _too_long(max_bytes: int) -> Problem:
 
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """Return (number of rows, whether the batch is compressed) of a record batch message, without decoding the batch."""
+    """Return (number of rows, whether the batch is compressed) for a record batch message, without decoding the batch."""
     message = place(metadata, 0)
     kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:
-        raise pa.ArrowInvalid("a message that is not a record batch")
+        raise pa.ArrowInvalid("a message in the stream is not a record batch")
     at = field_at(metadata, message, _HEADER)
     assert at is not None
     batch = place(metadata, at)
     length = field_at(metadata, batch, _LENGTH)
     rows = struct.unpack_from("<q", metadata, length)[0] if length is not None else 0
     if rows < 0:
-        raise pa.ArrowInvalid("a negative number of rows")
+        raise pa.ArrowInvalid("a record batch has a negative number of rows")
     return rows, field_at(metadata, batch, _COMPRESSION) is not None

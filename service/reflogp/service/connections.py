@@ -1,9 +1,9 @@
-"""Add deadlines to uvicorn's connections. A client cannot keep a connection open without sending requests or reading responses.
+"""Add deadlines to uvicorn's connections, to disconnect clients that neither send requests nor read responses.
 
-The head of a request (request line and headers) must be complete within `head_seconds`, also on a connection that is kept
-alive. A client that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections
-wait for a head. If more connections wait, the connection that has waited longest is closed. Therefore complete requests are
-served even if other clients send their requests one byte at a time.
+The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
+that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for a
+head. If more are waiting, the connection that has waited longest is closed. Complete requests are therefore served even while
+other clients send their requests one byte at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LEAST_WAITING = 32
 
 
 class ConnectionConfig(uvicorn.Config):
-    """The configuration of uvicorn, with the limits that BoundedProtocol applies.
+    """A uvicorn configuration with the limits that BoundedProtocol enforces.
 
     Args:
-        head_seconds: maximum time until a request's head is complete.
-        answer_idle_seconds: maximum time for which a client may pause while it reads a response.
-        max_waiting: maximum number of connections that wait for a head.
+        head_seconds: maximum time in seconds for the head of a request to arrive.
+        answer_idle_seconds: maximum time in seconds that a client may pause while it reads a response.
+        max_waiting: maximum number of connections that may wait for the head of a request.
     """
 
     def __init__(self, app: ASGIApp, head_seconds: float, answer_idle_seconds: float, max_waiting: int, **options: Any) -> None:
@@ -41,7 +41,7 @@ class ConnectionConfig(uvicorn.Config):
         self.head_seconds = head_seconds
         self.answer_idle_seconds = answer_idle_seconds
         self.max_waiting = max_waiting
-        #: Connections that wait for the head of a request. The connection that has waited longest is first.
+        #: Connections that are waiting for the head of a request, in order of waiting time, longest first.
         self.waiting: dict[BoundedProtocol, None] = {}
 
 
@@ -67,7 +67,7 @@ class BoundedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()  # even if a part of the body has not arrived: nothing reads the body after the response
+        self._wait_for_head()  # even if part of the body has not arrived, because nothing reads the body after the response
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -112,7 +112,7 @@ class BoundedProtocol(H11Protocol):
     def _answer_not_read(self) -> None:
         self._answer_timer = None
         logger.info(
-            "a client did not read a response for %.0f seconds: the connection is closed", self.config.answer_idle_seconds
+            "closing a connection: the client has not read its response for %.0f seconds", self.config.answer_idle_seconds
         )
         self.transport.abort()
 
@@ -120,10 +120,10 @@ class BoundedProtocol(H11Protocol):
 class HeadLimit:
     """Middleware that refuses requests whose target or headers are too long.
 
-    The limit of uvicorn itself applies only to heads that arrive in several pieces.
+    uvicorn's own limit applies only to request heads that arrive in several pieces.
 
     Args:
-        max_bytes: maximum size of all headers together, and of the target.
+        max_bytes: maximum total size of the headers, and maximum size of the request target.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -134,7 +134,7 @@ class HeadLimit:
         if scope["type"] == "http":
             refused = None
             if len(scope["raw_path"]) + len(scope["query_string"]) > self._max_bytes:
-                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send long values in the body")
+                refused = Problem(414, f"the URL is longer than {self._max_bytes:,} bytes", "send long values in the body")
             elif sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
                 refused = Problem(
                     431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer or shorter headers"
@@ -148,7 +148,7 @@ class HeadLimit:
 class ActiveRequests:
     """Middleware that responds with 503 while `most` other requests are being processed.
 
-    Connections without a request do not count, so idle connections cause no refusals.
+    Idle connections do not count.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -176,7 +176,7 @@ class ActiveRequests:
 def waiting_connections(max_connections: int) -> int:
     """Return how many connections may wait for the head of a request, in addition to `max_connections` open requests.
 
-    The function also raises the process's soft limit of open files as far as needed and as far as the hard limit allows.
+    Also raise the process's soft limit on open files as far as needed, up to the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

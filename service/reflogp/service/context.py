@@ -1,4 +1,4 @@
-"""Define the object that gives routes access to the parts of a running service."""
+"""Define the object through which routes access the components of a running service."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from reflogp.service.uploads import UploadFolder
 
 @dataclass(frozen=True)
 class Context:
-    """The parts of a running service.
+    """The components of a running service.
 
     Attributes:
-        settings: settings with which the service was started.
+        settings: settings that the service was started with.
         registry: references and their snapshots.
         ledger: records of all jobs and uploads.
         precompute: submits, cancels and retries jobs, and follows their progress.
         online: scores sequences while the caller waits.
-        uploads: dataset files that were uploaded.
+        uploads: uploaded dataset files.
         metrics: counters and gauges.
-        request_memory: memory that open requests have reserved.
+        request_memory: memory that open requests reserve for their bodies and responses.
     """
 
     settings: ServerSettings

@@ -1,16 +1,16 @@
 """Fetch datasets by URI, but only from hosts and buckets that an administrator allows.
 
-`check_uri` checks a URI without opening a connection. `fetch` blocks, so it is called in a thread.
+`check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
-The settings list URI prefixes. A host that a prefix names (https://data.example.org/prefs/, s3://team/) is trusted, even if it
-has internal addresses. The prefix https:// without a host allows all hosts whose addresses are all public: the host name is
-resolved once, and the connection goes to an address that was checked. The prefix s3:// allows every bucket, and hf:// allows
-every dataset repository of the Hugging Face Hub. The prefix of a repository allows its files at every revision.
+The settings list the allowed URI prefixes. A host that a prefix names (https://data.example.org/prefs/, s3://team/) is trusted,
+even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses: the host
+name is resolved once, and the connection goes to one of the checked addresses. The prefix s3:// allows every bucket, and hf://
+allows every dataset repository on the Hugging Face Hub. The prefix of a repository allows its files at every revision.
 
-For the URI of a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
+If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-Name resolution and single requests to an object store are limited only by the timeouts of their libraries. The total time may
-therefore exceed the limit in the settings by some minutes.
+Name resolution and individual requests to an object store are limited only by the timeouts of the libraries that make them. A
+fetch may therefore exceed the time limit in the settings by a few minutes.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from reflogp.store.texts import hide_secrets
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
 _HUB = "hf"
-#: Matches the path of a URI that names a whole repository of the Hub, with or without a revision.
+#: Matches the path of a URI that names a whole repository on the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: Maximum number of addresses of a public host to which a connection is tried.
+#: Maximum number of a public host's addresses to try connecting to.
 _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 #: A fetch is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting, so that a
-#: server cannot keep it open by sending a byte per minute.
+#: server cannot keep the fetch open by sending a byte per minute.
 _LEAST_BYTES = 4 << 10
-#: Matches a URI that has only the characters of URIs without a fragment (RFC 3986).
+#: Matches a URI that consists of characters allowed by RFC 3986, other than the `#` that begins a fragment.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-#: Matches the last label of a host name that resolvers read as an IPv4 address in decimal, octal or hexadecimal.
+#: Matches the last label of a host name that resolvers would interpret as an IPv4 address in decimal, octal or hexadecimal.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchCancelledError(DatasetError):
-    """The job was cancelled, or the service ended, while the dataset was being fetched."""
+    """The job was cancelled or the service stopped while the dataset was being fetched."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class _Uri:
     """The parts of a URI, each in a form that all libraries interpret in the same way.
 
     Attributes:
-        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub;
-            empty only in a prefix.
+        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub.
+            Empty only in a prefix.
         port: None for object stores and the Hub.
         path: empty, or begins with a slash.
         query: empty, or begins with a question mark.
@@ -104,11 +104,11 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Check whether `fetch` would refuse a URI before it opens a connection.
+    """Raise an error if `fetch` would refuse a URI without opening a connection.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if its suffix is not that of a dataset
-            format, or if `config` is given and the URI is not a repository of the Hub.
+        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
+            dataset format, or if `config` is given but the URI does not name a whole repository on the Hub.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -116,7 +116,7 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
         if _repository(parsed) is None:
             _suffix(parsed)
             if config is not None:
-                raise ValueError("only a whole dataset of the Hub (hf://datasets/ORGANISATION/NAME) has configs")
+                raise ValueError("only a whole dataset on the Hub (hf://datasets/ORGANISATION/NAME) has configs")
     except ValueError as error:
         raise Problem(422, f"the URI cannot be fetched: {error}", "use a plain URI: https://host/folder/file.jsonl") from error
     try:
@@ -139,23 +139,25 @@ def fetch(
     config: str | None = None,
     split: str = "train",
 ) -> tuple[Path, str]:
-    """Fetch a dataset; return its file and its sha256 digest, or a folder and its digest for a whole dataset of the Hub.
+    """Fetch a dataset; return its file and SHA-256 digest, or a folder and its digest for a whole dataset on the Hub.
 
-    The file or folder is named by its digest, and exists under this name only when it is complete. The caller must call
-    `folder.released` once the ledger names the file, or when the file is not needed.
+    The file or folder is named after its digest, and gets this name only when it is complete. The caller must call
+    `folder.released` when the ledger refers to the file or folder, or when it is not needed.
 
     Args:
-        uri: URI with one of the schemes https, http, s3, gs, az and hf, below a prefix in the settings.
-        folder: folder into which the file is written, and which limits the total size of its files.
+        uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
+        folder: folder that receives the dataset and limits the total size of all datasets.
         settings: allowed prefixes, and limits on time and size.
         cancelled: called a few times per second, or after each chunk from an object store or the Hub. The fetch stops when
             `cancelled` returns True.
         arrived: called after each chunk with the total number of bytes that have arrived.
-        config, split: config and split to fetch if the URI names a whole dataset of the Hub; None is the default config.
+        config, split: config and split to fetch if the URI names a whole dataset on the Hub. The config None is the default
+            config.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
-        DatasetError: the URI is refused, cannot be read, or is longer or slower than the settings allow.
+        DatasetError: the URI is not allowed or cannot be read, or the dataset is larger or arrives more slowly than the
+            settings allow.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -174,30 +176,30 @@ def fetch(
                 asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
             return sink.keep(suffix)
     except ValueError as error:
-        raise DatasetError(f"{hide_secrets(uri)[:200]} was not fetched: {error}") from error
+        raise DatasetError(f"{hide_secrets(uri)[:200]} could not be fetched: {error}") from error
 
 
 # URIs
 
 
 def _parse(uri: str) -> _Uri:
-    """Split a URI into parts. Raise ValueError for a URI that two libraries might read differently."""
+    """Split a URI into parts. Raise ValueError for a URI that two libraries might interpret differently."""
     if not _URI.fullmatch(uri):
-        raise ValueError("the URI has characters that are not allowed, or is longer than 4,096 characters")
+        raise ValueError("the URI contains characters that are not allowed, or is longer than 4,096 characters")
     found = _PARTS.fullmatch(uri)
     if not found:
-        raise ValueError("the URI is not of the form scheme://host/path")
+        raise ValueError("the URI does not have the form scheme://host/path")
     scheme, authority, path, query = found[1].lower(), found[2], found[3] or "", found[4] or ""
     if scheme in _OBJECT_STORES:
         if authority and not _BUCKET.fullmatch(authority):
             raise ValueError("the bucket name is not valid")
         if query or "%" in path:
-            raise ValueError("the key must be written without percent-encoding and query: % and ? are not allowed")
+            raise ValueError("the key must contain neither percent-encoding nor a query: % and ? are not allowed")
         host, port = authority, None
     elif scheme == _HUB:
         if authority not in ("", "datasets") or query or "%" in path:
             raise ValueError(
-                "the URI of a file of the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % and ?"
+                "the URI of a file on the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % or ?"
             )
         host, port = authority, None
     elif scheme in _PORTS:
@@ -210,10 +212,10 @@ def _parse(uri: str) -> _Uri:
 
 def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if "@" in authority:
-        raise ValueError("the URI has a user name")
+        raise ValueError("the URI contains a user name")
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
     if not found or int(found[2] or 1) > 65535:
-        raise ValueError("the host and port cannot be read")
+        raise ValueError("the host and port cannot be parsed")
     host, port = found[1].lower().strip("[]"), int(found[2]) if found[2] else _PORTS[scheme]
     if ":" in host:
         return str(ipaddress.IPv6Address(host)), port
@@ -227,26 +229,26 @@ def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
 
 def _check_path(path: str) -> None:
     if re.search(r"%(?![0-9A-Fa-f]{2})|%25|%2[Ff]|%5[Cc]|%[01][0-9A-Fa-f]|%7[Ff]", path):
-        raise ValueError("the path has an encoded slash, percent sign or control character")
+        raise ValueError("the path contains an encoded slash, percent sign or control character")
     parts = path.split("/")[1:]
     if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
-        raise ValueError("the path has a segment that is empty, `.` or `..`")
+        raise ValueError("the path contains a segment that is empty, `.` or `..`")
 
 
 def _suffix(uri: _Uri) -> str:
     """Return the suffix of the dataset's format. Raise ValueError if the URI has no such suffix, or no host."""
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(f"the path does not end in {SUFFIXES_IN_WORDS}")
+        raise ValueError(f"the URI has no host, or its path does not end in {SUFFIXES_IN_WORDS}")
     if uri.scheme == _HUB:
         _hub_file(uri)
     return suffix
 
 
 def _repository(uri: _Uri) -> HubPlace | None:
-    """Return the repository if a URI names a whole repository of the Hub, else None."""
+    """Return the repository if a URI names a whole repository on the Hub, else None."""
     found = _REPOSITORY.fullmatch(uri.path) if uri.scheme == _HUB and uri.host else None
-    if found is None or dataset_suffix(found["name"]) is not None:  # team/a.jsonl names a file without its repository
+    if found is None or dataset_suffix(found["name"]) is not None:  # in team/a.jsonl, a.jsonl is a file, not a repository
         return None
     return HubPlace.parse(f"{_HUB}://{uri.host}{uri.path}")
 
@@ -259,7 +261,7 @@ def _hub_file(uri: _Uri) -> HubFile:
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Return whether the host of an allowed URI is trusted, which means that a prefix names the host or allows its bucket.
+    """Return whether the host of an allowed URI is trusted, that is, whether a prefix names the host or allows its bucket.
 
     Raises:
         ValueError: no prefix allows the URI.
@@ -290,7 +292,7 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
             if any(path == prefix.path or path.startswith(f"{folder}/") for path in paths):
                 return True
     if not any_host:
-        raise ValueError("this service's settings do not allow fetching from there")
+        raise ValueError("this service's settings do not allow fetching from this location")
     return uri.scheme not in _PORTS
 
 
@@ -333,7 +335,7 @@ async def _public_addresses(uri: _Uri) -> list[str]:
 async def _download_bounded(
     uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
 ) -> None:
-    """Download a URI into a sink. Stop when a time limit of the settings is exceeded or the fetch is cancelled."""
+    """Download a URI into a sink. Stop when a time limit in the settings is exceeded or the fetch is cancelled."""
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
     size, since = 0, time.monotonic()
@@ -355,7 +357,7 @@ async def _download_bounded(
 
 def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
     if cancelled():
-        raise FetchCancelledError("the job was cancelled while its dataset was fetched")
+        raise FetchCancelledError("the job was cancelled while its dataset was being fetched")
     if time.monotonic() > deadline:
         raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
 
@@ -365,7 +367,7 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
     Raise ValueError or httpx.HTTPError if the download fails.
     """
-    context = httpx.create_ssl_context()  # the root certificates of certifi, or of the file that SSL_CERT_FILE names
+    context = httpx.create_ssl_context()  # root certificates from certifi, or from the file that SSL_CERT_FILE names
     for _ in range(1 + _MOST_REDIRECTS):
         addresses = [uri.host] if trusted else await _public_addresses(uri)
         # A transport is used instead of a client because it ignores proxies, cookies, redirects and .netrc.
@@ -415,7 +417,7 @@ def _redirected(uri: _Uri, location: str) -> _Uri:
 
 async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSettings) -> None:
     if response.status_code != 200:
-        raise ValueError(f"the response's status is {response.status_code}")
+        raise ValueError(f"the server responded with status {response.status_code}")
     if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise ValueError("the response has a content encoding that was not requested")
     length = response.headers.get("content-length", "")
@@ -440,7 +442,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         if about.type != pafs.FileType.File:
             raise ValueError("the object does not exist")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # reads the stored bytes
+        with filesystem.open_input_stream(key, compression=None) as source:  # read the bytes as stored
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)
@@ -449,7 +451,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
     except (*STORAGE_ERRORS, pa.ArrowException) as error:
         raise ValueError(sentence(error)) from error
     if sink.size != about.size:
-        raise ValueError("the object changed while it was read")
+        raise ValueError("the object changed while it was being read")
 
 
 # The Hugging Face Hub
@@ -464,7 +466,7 @@ def _fetch_split(
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None],
 ) -> tuple[Path, str]:
-    """Fetch the files of a split into a folder, and name the files so that their sorted names are in the order of the split.
+    """Fetch the files of a split into a folder. The files are named so that they sort in the order of the split.
 
     Return the folder and its digest.
     """
@@ -480,7 +482,7 @@ def _fetch_split(
 def _copy_from_hub(
     file: HubFile, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool], deadline: float
 ) -> None:
-    """Copy a file of a dataset repository of the Hub into a sink, with the Hub token of the service.
+    """Copy a file from a dataset repository on the Hub into a sink, using the service's Hub token.
 
     Raise ValueError if the copy fails.
     """
@@ -500,10 +502,10 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A hidden file to which a dataset is being written, and the digest of its content.
+    """A hidden file that a dataset is being written to, and the digest of its content.
 
     Args:
-        size: number of bytes of the same dataset that were already written to other files.
+        size: number of bytes of the same dataset that have already been written to other files.
     """
 
     def __init__(
@@ -516,7 +518,7 @@ class _Sink:
         self.size = size
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
-        """Raise ValueError if a file of `size` bytes would be too long, or if the folder has no room for it."""
+        """Raise ValueError if `size` more bytes would make the dataset too large or exceed the folder's quota."""
         self._check_length(self.size + size, settings)
         self._folder.check_room(size)
 
@@ -529,14 +531,14 @@ class _Sink:
         self._arrived(self.size)
 
     def keep(self, suffix: str) -> tuple[Path, str]:
-        """Rename the file after its content. Return the new path and the sha256 digest."""
+        """Rename the file to its digest plus the suffix; return the new path and the SHA-256 digest."""
         digest = self.written()
         file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
         self.size = 0
         return file, digest
 
     def written(self) -> str:
-        """Flush the file to the disk and return its sha256 digest."""
+        """Flush the file to disk and return its SHA-256 digest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
@@ -548,14 +550,14 @@ class _Sink:
 
     def _check_length(self, size: int, settings: ServerSettings) -> None:
         if size > settings.max_upload_bytes:
-            raise ValueError(f"the dataset is longer than {settings.max_upload_bytes:,} bytes")
+            raise ValueError(f"the dataset is larger than {settings.max_upload_bytes:,} bytes")
 
 
 @contextmanager
 def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
     """Open a hidden file in a folder.
 
-    At the end, delete the file unless `keep` was called. Raise ValueError if the file cannot be written.
+    On exit, delete the file unless `keep` was called. Raise ValueError if the file cannot be written.
     """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
@@ -566,11 +568,11 @@ def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[
             finally:
                 sink.abandon()
     except OSError as error:
-        raise ValueError(f"the dataset cannot be written here: {error.strerror}") from error
+        raise ValueError(f"the service cannot write the dataset to its disk: {error.strerror}") from error
 
 
 class _FolderSink:
-    """A hidden folder into which the files of a dataset are written one after the other."""
+    """A hidden folder into which the files of a dataset are written one after another."""
 
     def __init__(self, path: Path, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
         self._path, self._folder, self._arrived = path, folder, arrived
@@ -589,7 +591,7 @@ class _FolderSink:
             self._digests[name] = sink.written()
 
     def keep(self) -> tuple[Path, str]:
-        """Rename the folder after its content. Return the new path and the digest."""
+        """Rename the folder to its digest; return the new path and the digest."""
         digest = folder_digest(self._digests)
         kept = self._folder.keep(self._path, digest, self._size)
         self._size = 0
@@ -605,7 +607,7 @@ class _FolderSink:
 def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_FolderSink]:
     """Create a hidden folder.
 
-    At the end, delete the folder unless `keep` was called. Raise ValueError if the folder cannot be written.
+    On exit, delete the folder unless `keep` was called. Raise ValueError if the folder cannot be written.
     """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
@@ -616,4 +618,4 @@ def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> It
         finally:
             sink.abandon()
     except OSError as error:
-        raise ValueError(f"the dataset cannot be written here: {error.strerror}") from error
+        raise ValueError(f"the service cannot write the dataset to its disk: {error.strerror}") from error

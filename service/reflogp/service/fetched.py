@@ -1,4 +1,4 @@
-"""Keep fetched datasets in one folder until no unfinished job needs them. Each dataset is a file or folder named by its digest.
+"""Keep fetched datasets in one folder until no unfinished job needs them. Each file or folder is named after its digest.
 
 A single quota limits the total size of uploads and fetched datasets.
 """
@@ -17,7 +17,7 @@ from reflogp.store.texts import byte_count
 
 
 class DatasetQuota:
-    """A limit on the total size of datasets, and the number of bytes that are in use. Safe to use from several threads.
+    """A limit on the total size of datasets, and a count of the bytes in use. Thread-safe.
 
     Args:
         most: maximum total size of all datasets, in bytes.
@@ -38,9 +38,9 @@ class DatasetQuota:
         self._sweepers.append(sweep)
 
     def fits(self, size: int) -> bool:
-        """Return whether `size` more bytes are within the limit of the quota.
+        """Return whether `size` more bytes fit within the quota.
 
-        If the limit would be exceeded, delete unneeded files and check again. This call blocks.
+        If they do not fit, delete unneeded files and check again. This call blocks.
         """
         if self._used + size > self.most:
             self.sweep()
@@ -55,7 +55,7 @@ class DatasetQuota:
             return True
 
     def hold(self, size: int) -> None:
-        """Add the size of a file that already exists to the bytes in use, without checking the limit."""
+        """Add the size of an existing file to the bytes in use, without checking the limit."""
         with self._lock:
             self._used += size
 
@@ -75,12 +75,13 @@ PARTIAL = ".partial-"
 
 
 class FetchedFolder:
-    """A folder of fetched datasets, each a file or folder named by its digest. Safe to use from several threads.
+    """A folder of fetched datasets. Each dataset is a file or folder named after its digest. Thread-safe.
 
     Args:
-        folder: created if it does not exist. Incomplete files that a killed service left in it are deleted.
-        ledger: lists the datasets that jobs need.
-        room: limits the total size of fetched datasets and uploads.
+        folder: path of the folder, which is created if it does not exist. Incomplete files left behind by a killed service are
+            deleted.
+        ledger: ledger that lists the datasets that jobs need.
+        room: quota for the total size of fetched datasets and uploads.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, room: DatasetQuota) -> None:
@@ -88,7 +89,7 @@ class FetchedFolder:
         self._ledger = ledger
         self._room = room
         self._lock = Lock()
-        self._fresh: dict[Path, int] = {}  # dataset that the ledger may not name yet -> number of fetches that protect it
+        self._fresh: dict[Path, int] = {}  # dataset that may not be in the ledger yet -> number of fetches that protect it
         folder.mkdir(parents=True, exist_ok=True)
         for partial_dataset in folder.glob(f"{PARTIAL}*"):
             _delete(partial_dataset)
@@ -96,7 +97,7 @@ class FetchedFolder:
         room.add_sweeper(self.collect)
 
     def take(self, size: int) -> None:
-        """Count bytes that have arrived against the quota.
+        """Count received bytes against the quota.
 
         Raise ValueError if the quota is exceeded even after unneeded files were deleted.
         """
@@ -117,7 +118,7 @@ class FetchedFolder:
     def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
         """Rename a complete file or folder to its final name, and return the new path.
 
-        `collect` does not delete the file before `released` is called, nor while an unfinished job needs the file.
+        `collect` deletes the dataset only after `released` is called, and only when no unfinished job needs the dataset.
         """
         file = self.folder / name
         with self._lock:
@@ -131,9 +132,9 @@ class FetchedFolder:
         return file
 
     def released(self, file: Path) -> None:
-        """End the protection of a dataset from `collect`.
+        """Allow `collect` to delete a dataset that `keep` has protected.
 
-        Call this when the ledger names the dataset, or when the caller no longer needs the dataset.
+        Call this when the ledger refers to the dataset, or when the caller no longer needs the dataset.
         """
         with self._lock:
             self._fresh[file] -= 1
@@ -160,8 +161,8 @@ class FetchedFolder:
 
     def _no_room(self) -> ValueError:
         return ValueError(
-            f"uploads and fetched datasets may take at most {byte_count(self._room.most)} (max_uploads_bytes), and there is no"
-            " room left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
+            f"uploads and fetched datasets may take at most {byte_count(self._room.most)} (max_uploads_bytes), and there"
+            " is not enough space left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
         )
 
 
@@ -172,7 +173,7 @@ def _size(dataset: Path) -> int:
 
 def _delete(dataset: Path) -> None:
     if dataset.is_dir():
-        # after the rename, the service deletes the folder at its next start even if it is killed here
+        # if the service is killed after the rename, it deletes the folder at its next start
         doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
         dataset.rename(doomed)
         shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""Fetch the datasets of queued jobs in the background. A slow server therefore delays no worker and no other job."""
+"""Fetch the datasets of queued jobs in the background, so that a slow server delays neither workers nor other jobs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from reflogp.store.texts import byte_count
 
 logger = logging.getLogger(__name__)
 
-#: The ledger is read every _LOOK_SECONDS even if `look` is not called. The note of a job about its fetch is updated every
-#: _NOTE_SECONDS.
+#: The ledger is read every _LOOK_SECONDS even if `look` is not called. A job's note about the fetch of its dataset is updated
+#: every _NOTE_SECONDS.
 _LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
 
 
@@ -42,7 +42,7 @@ class _Fetch:
 
 
 class Fetching:
-    """The background fetches of a service. Datasets of queued jobs are fetched in queue order, several at a time.
+    """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
         settings: limits on fetches.
@@ -50,7 +50,7 @@ class Fetching:
         pending: records the fetched files in the ledger.
         folder: receives the files.
         on_change: called with the id of a job whose note or dataset changed.
-        on_failed: called with a job's id and the reason; records that the job failed.
+        on_failed: called with a job's id and the reason when a fetch fails; marks the job as failed.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Fetching:
         self._news = asyncio.Event()
 
     def look(self) -> None:
-        """Make `run` look for queued jobs now."""
+        """Make `run` check for queued jobs now."""
         self._news.set()
 
     def cancel(self, job: str) -> None:
-        """Stop the fetch of a job if it is running."""
+        """Stop the fetch of a job's dataset, if one is running."""
         if job in self._going_on:
             self._going_on[job].stop.set()
 
     def close(self) -> None:
-        """Stop all fetches. The jobs that wait for these fetches stay queued."""
+        """Stop all fetches. Jobs that are waiting for these fetches stay queued."""
         for fetching in self._going_on.values():
             fetching.stop.set()
 
@@ -122,7 +122,7 @@ class Fetching:
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
         except (FetchCancelledError, LedgerError) as error:
-            # the job was cancelled, the service ends, or a later round fetches the dataset
+            # the job was cancelled, the service is stopping, or a later round will fetch the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)

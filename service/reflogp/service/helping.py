@@ -1,6 +1,6 @@
 """Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
 
-All state is used in the event loop only. The content of a unit of work is relayed without being read.
+All state is used only in the event loop. Units of work are relayed without being decoded.
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 #: Workers help only with jobs that have at least this many seconds of work left: _LEFT_SECONDS if the worker has loaded the
 #: job's model, else _LEFT_TO_LOAD_SECONDS.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
-#: A worker that has failed this many times while it helped with a job is not asked again to help with that job.
+#: A worker that has failed this many times while helping with a job is no longer asked to help with that job.
 _FAILURES = 3
 
 
 @dataclass(eq=False)
 class _Help:
-    """The state of one worker that helps with the job of another worker.
+    """The state of a worker that is helping with another worker's job.
 
     Attributes:
         owner: number of the worker that runs the job.
@@ -52,7 +52,7 @@ class Helping:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._helps: dict[int, _Help] = {}  # number of the helper -> its help
+        self._helps: dict[int, _Help] = {}  # number of the helper -> its state
         self._failures: Counter[tuple[int, str]] = Counter()  # (worker, job) -> failures
 
     def is_helping(self, number: int) -> bool:
@@ -63,10 +63,10 @@ class Helping:
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Ask idle workers to help with a job if enough of the job is left.
+        """Ask idle workers to help with a job if enough of the job remains.
 
-        A worker that would have to unload a model is not asked. While a job searches for a sequence that kills workers, no
-        worker is asked, so that only the job's own worker can die.
+        A worker that would have to unload a model is not asked. While a job is being searched for a sequence that kills
+        workers, no worker is asked, so that only the job's own worker can die.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:
@@ -100,7 +100,7 @@ class Helping:
             del self._failures[pair]
 
     def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> bool:
-        """Relay a frame if it is about help. Return whether the frame was about help."""
+        """Relay a frame if it is about helping with a job. Return False for all other frames."""
         help = self._helps.get(worker.number)
         match message["op"]:
             case "ask":  # sent by an owner
@@ -128,7 +128,7 @@ class Helping:
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """Record that a worker's process has ended. If the worker was helping with a job, tell the owner of the job."""
         if (help := self._helps.get(worker.number)) is not None:
-            # the worker may have died because it loaded the model
+            # loading the model may have killed the worker
             self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES
             self._gone(worker.number, reason, blame)
 

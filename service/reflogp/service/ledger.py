@@ -1,8 +1,7 @@
-"""Keep the ledger in SQLite (WAL mode). The ledger records all jobs with their state and results, and the names of uploads.
+"""Keep the ledger in SQLite (WAL mode). The ledger records all jobs with their states and results, and all uploads.
 
-A write is on the disk when its call returns, so a killed service loses no recorded change. The ledger is safe to use from
-several threads, and belongs to one service at a time. A method that fails is retried (see `ledger_file`), and finally raises
-LedgerError.
+A write is on disk when its call returns, so a service that is killed loses no recorded change. The ledger is thread-safe, and
+belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`), and then raises LedgerError.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from reflogp.service.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
 
-#: Maximum number of throughput points that are kept for a job. When there are more, every second point is dropped.
+#: Maximum number of throughput points kept for each job. When there are more, every second point is dropped.
 THROUGHPUT_POINTS = 200
 
 #: Version of the schema below. A ledger with a higher version is refused.
@@ -71,13 +70,13 @@ class Submission:
     """A job that is being submitted.
 
     Attributes:
-        identity: identifies the job. A second submission with the same identity creates no second job.
-        content: digest over the reference id, the settings and the dataset (its content, or its URI if the content is not
-            known).
-        lasting: False if only the dataset's location is known, so that its content may change later. If the earlier job of the
-            same identity is done, a submission that is not lasting creates a new job. A submission without an Idempotency-Key
-            also creates a new job if rows of the earlier job name image files, because `content` does not cover those files.
-        source: where the worker reads the dataset: name and split, and as far as known file, digest, path, uri and config.
+        identity: string that identifies the job. Submitting the same identity again does not create a second job.
+        content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
+        lasting: False if only the dataset's location is known, so that its content may change later. If the earlier job with
+            the same identity is done, a submission that is not lasting creates a new job. A submission without an
+            Idempotency-Key also creates a new job if rows of the earlier job refer to image files, because `content` does not
+            cover those files.
+        source: where the worker finds the dataset: name and split, and if known, file, digest, path, uri and config.
         request, traceparent: X-Request-Id and W3C trace context of the submitting request.
     """
 
@@ -98,10 +97,10 @@ class Claim:
     """A job that is about to run on a worker.
 
     Attributes:
-        deaths: number of workers that died since the job last made progress.
-        suspects: keys (hex) of the sequences that a worker was scoring when it died, which are scored in smaller and smaller
-            groups.
-        poison: key (hex) of each sequence that killed workers, and is not scored again -> the reason.
+        deaths: number of workers that have died since the job last made progress.
+        suspects: keys (hex) of the sequences that a worker was scoring when it died. They are scored again in smaller and
+            smaller groups.
+        poison: key (hex) of each sequence that killed workers and is not scored again -> the reason.
         request, traceparent: as in Submission, from the last submission that queued the job.
     """
 
@@ -118,7 +117,7 @@ class Claim:
 
 
 class Ledger:
-    """The ledger of jobs and uploads in one SQLite file.
+    """A ledger of jobs and uploads in one SQLite file.
 
     Args:
         file: created if it does not exist.
@@ -134,16 +133,16 @@ class Ledger:
 
     @property
     def trouble(self) -> LedgerError | None:
-        """The reason why the ledger cannot be used now, or None if it can be used."""
+        """The reason why the ledger cannot currently be used, or None if it can be used."""
         return self._file.trouble
 
     @property
     def failures(self) -> int:
-        """The number of attempts to use the ledger that have failed so far."""
+        """The number of failed attempts to use the ledger so far."""
         return self._file.failures
 
     def probe(self) -> None:
-        """Try a write to the ledger and update `trouble`. Raise no error if the write fails."""
+        """Test whether the ledger can be written to, and update `trouble`. A failed write raises no error."""
         self._file.probe()
 
     def close(self) -> None:
@@ -155,7 +154,7 @@ class Ledger:
         A failed or cancelled job with the same identity is queued again.
 
         Raises:
-            DifferentContentError: a job with this identity exists and has other content.
+            DifferentContentError: a job with this identity exists, but its content is different.
         """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
@@ -166,7 +165,7 @@ class Ledger:
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                # the same content may have been submitted with another path or URI
+                # the same content may have been submitted with a different path or URI
                 if known["state"] in ("failed", "cancelled"):
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
@@ -224,13 +223,13 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue all running jobs again that no worker has, or end them if they were cancelled.
+        """Put running jobs that are on no worker back into the queue, or end them if they were cancelled.
 
-        Return the number of jobs that were queued or ended.
+        Return the number of jobs that were queued again or ended.
 
         Args:
-            note: the reason, which is stored as the note of the jobs.
-            but: ids of the jobs that workers have, which are left unchanged.
+            note: reason that is stored as the note of these jobs.
+            but: ids of the jobs that workers have. These jobs are left unchanged.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
@@ -258,7 +257,7 @@ class Ledger:
 
         Args:
             loaded: ids of references whose models are loaded.
-            patience_seconds: how long younger jobs may run before a job that waits.
+            patience_seconds: how long, in seconds, younger jobs may run ahead of a waiting job.
             but: ids of jobs that are skipped.
         """
         here = list(loaded)
@@ -286,10 +285,10 @@ class Ledger:
         return self._file.write(claim)
 
     def cancel(self, job: str) -> JobState | None:
-        """Cancel a job. A queued job ends at once, a running job when its worker stops the job or dies.
+        """Cancel a job. A queued job ends immediately. A running job ends when its worker stops the job or dies.
 
-        The cancellation of a running job is stored on the disk, so that it is not lost if the service ends. If the worker
-        finishes the job first, the job ends as done or failed.
+        The cancellation of a running job is stored on disk, so that it is not lost if the service stops. If the worker finishes
+        the job first, the job ends as done or failed.
 
         Returns:
             The state of the job before this call, or None for an unknown job.
@@ -313,7 +312,7 @@ class Ledger:
 
         Args:
             progress: the latest progress.
-            committed: whether values of the job were committed to the store since the last call, so that earlier deaths of
+            committed: whether values of the job were committed to the store since the last call. If so, earlier deaths of
                 workers no longer count.
         """
 
@@ -333,7 +332,7 @@ class Ledger:
         self._file.write(progressed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """End a running or queued job with a final state, and store the summary of a done job or the error of a failed job.
+        """Move a queued or running job to a final state, and store the summary if it is done or the error if it failed.
 
         Return False if the job had already ended.
         """
@@ -350,7 +349,7 @@ class Ledger:
         return [(row["id"], json.loads(row["source"])) for row in rows]
 
     def fetched(self, job: str, source: dict[str, str]) -> None:
-        """Record that the dataset of a queued job has been fetched to the file that `source` names."""
+        """Record that the dataset of a queued job has been fetched into the file that `source` names."""
         query = "update job set source = ?, note = null where id = ? and state = 'queued'"
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
@@ -364,29 +363,29 @@ class Ledger:
         self._file.write(fetch_again)
 
     def note(self, job: str, note: str) -> None:
-        """Set the note of a queued job whose dataset must still be fetched. The note says what the job waits for."""
+        """Set the note of a queued job whose dataset must still be fetched. The note says what the job is waiting for."""
         query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
         self._file.write(lambda db: db.execute(query, [note, job]))
 
     def give_back(self, job: str, note: str) -> None:
-        """Queue a running job again in its old place of the queue.
+        """Return a running job to its previous position in the queue.
 
-        The note says why the job was interrupted. A job that was cancelled ends instead.
+        The note says why the job was interrupted. A job that was cancelled is ended instead.
         """
         self._file.write(lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died, and record the suspects and poison. A job that was cancelled ends instead.
+        """Queue a job again after its worker died, and record the suspects and poison. End the job if it was cancelled.
 
         Args:
             suspects, poison: see Claim.
-            narrowed: whether this death reduced the number of suspects. A death that reduced it does not count.
+            narrowed: whether this death reduced the number of suspects. Such a death does not count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
-            The number of workers that died since the job last made progress, without deaths that do not count.
+            The number of workers that have died since the job last made progress, excluding deaths that do not count.
         """
 
         def died(db: sqlite3.Connection) -> int:
@@ -398,7 +397,7 @@ class Ledger:
             row = db.execute("select deaths from job where id = ?", [job]).fetchone()
             deaths = int(row["deaths"]) if row else 0
             if changed.rowcount and limit is not None and deaths >= limit:
-                error = f"{deaths} workers died one after the other without progress in between; {note}"
+                error = f"{deaths} workers died one after the other without making progress; {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
             _requeue(db, "id = ? and state = 'running'", note, job)
@@ -409,7 +408,7 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        The retry fetches a dataset again if it has a URI, and also scores sequences that were left out because they killed
+        The retry fetches the dataset again if it has a URI, and also scores sequences that were skipped because they killed
         workers.
         """
         return self._file.write(lambda db: _retry(db, job))
@@ -439,7 +438,7 @@ class Ledger:
         self._file.write(forget)
 
     def put_upload(self, name: str, file: str, size: int, sha256: str) -> None:
-        """Record an upload. The record of an earlier upload of the same name is replaced."""
+        """Record an upload, replacing any earlier upload with the same name."""
         values = [name, file, size, sha256, _now()]
         self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
 
@@ -463,7 +462,7 @@ class Ledger:
 
 
 class DifferentContentError(Exception):
-    """A submission has the Idempotency-Key of an earlier job, but other content. `args[0]` is the id of the earlier job."""
+    """A submission has the Idempotency-Key of an earlier job, but different content. `args[0]` is the id of the earlier job."""
 
 
 def _now() -> str:
@@ -475,7 +474,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a done job with this summary may be returned for a new submission of the same identity."""
+    """Return whether a completed job with this summary may be returned for a new submission with the same identity."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -495,7 +494,7 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
 
 
 def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
-    """Queue all jobs that match an SQL condition again, or end them if they were cancelled. Return how many jobs matched."""
+    """Queue the jobs that match an SQL condition again, or end them if they were cancelled. Return how many matched."""
     query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
     changed = db.execute(query, [_now(), note, *values])
     db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
@@ -528,7 +527,7 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 
 
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
-    """Return a row of the job table as a Claim. Jobs that an older reflogp recorded have no origin."""
+    """Return a row of the job table as a Claim. Jobs recorded by an older version of reflogp have no origin."""
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),

@@ -1,8 +1,8 @@
 """Access the SQLite file of the ledger with retries and recovery, and ensure that only one service uses it.
 
-All SQL statements of the ledger are executed by this module. A failing statement is retried for a limited time. If a statement
-still fails after the last retry, the raised LedgerError says what is wrong and what to do. Each write is one transaction, which
-first checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
+This module executes all SQL statements of the ledger. A failing statement is retried for a limited time. If it still fails
+after the last retry, LedgerError is raised, and its message says what is wrong. Each write is one transaction, which first
+checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 class StateLock:
     """An exclusive lock on a state folder. The kernel releases the lock when the process ends, even after a crash.
 
-    The class locks the folder itself and also the file `lock` in the folder, for file systems (NFS) that cannot lock folders. A
-    second service therefore cannot start even if the file is deleted or renamed. The ledger also records the service that owns
-    it.
+    Both the folder itself and the file `lock` in the folder are locked. The lock on the folder keeps a second service from
+    starting even if the file is deleted or renamed. The lock on the file is for file systems (NFS) that cannot lock folders.
+    The ledger also records which service owns it.
 
     Raises:
         UsageError: another service uses the folder, or the folder cannot be written.
@@ -51,7 +51,7 @@ class StateLock:
             if time.monotonic() > stop:
                 self.close()
                 raise UsageError(
-                    f"another service uses the state folder {folder}: stop the other service, or set another `state` here"
+                    f"another service uses the state folder {folder}: stop the other service, or set a different `state` folder"
                 )
             time.sleep(_PAUSE_SECONDS)
 
@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Maximum time in seconds that SQLite itself waits for a lock of another process. The retries in this module wait longer.
+#: Maximum time in seconds that SQLite itself waits for a lock held by another process. The retries in this module wait longer.
 _BUSY_SECONDS = 0.1
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -90,9 +90,9 @@ _REASONS = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the file cannot be written",
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened",
-    sqlite3.SQLITE_IOERR: "the disk fails",
+    sqlite3.SQLITE_IOERR: "the file cannot be read or written",
 }
-#: After these errors the connection is kept, because it still works, and a new connection would need space on the disk.
+#: After these errors, the connection is kept: it still works, and a new connection would need disk space.
 _CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 #: Text in an error message -> SQLite's error code, for errors that have no code attribute.
 _CODES_BY_TEXT = {
@@ -106,7 +106,7 @@ _OWNER = "create table if not exists owner (token text not null) strict"
 
 
 class LedgerFile:
-    """An SQLite file in WAL mode. Safe to use from several threads.
+    """An SQLite file in WAL mode. Thread-safe.
 
     Args:
         file: created if it does not exist.
@@ -115,7 +115,7 @@ class LedgerFile:
         patience_seconds: how long a failing call is retried. While `trouble` is set, each call is tried only once.
 
     Attributes:
-        trouble: the reason why the ledger cannot be used now, or None if it can be used.
+        trouble: the reason why the ledger cannot currently be used, or None if it can be used.
         failures: number of attempts that have failed so far.
 
     Raises:
@@ -144,12 +144,11 @@ class LedgerFile:
         return self._patiently(lambda: work(self._db))
 
     def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Call `work` in a transaction, which is on the disk when this method returns.
+        """Call `work` in a transaction. The transaction is on disk when this method returns.
 
         Raise LedgerError if the transaction still fails after the last retry.
 
-        A transaction that was reported as failed may have reached the disk nevertheless, so it must be safe to call `work`
-        twice.
+        A transaction that is reported as failed may still have reached the disk, so `work` must be safe to call twice.
         """
         result = self._patiently(lambda: self._transaction(work))
         if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
@@ -157,7 +156,7 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Try a write, check a damaged file again, and update `trouble`. Raise no error if the ledger cannot be used."""
+        """Attempt a write, check a damaged file again, and update `trouble`. Raise no error if the ledger cannot be used."""
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
             if isinstance(self.trouble, LedgerDamagedError):
@@ -201,7 +200,7 @@ class LedgerFile:
     def _transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         if _inode(self._file) != self._inode:
             raise LedgerReplacedError(
-                f"the ledger of jobs ({self._file.name}) was moved, deleted or replaced while the service ran:"
+                f"the ledger of jobs ({self._file.name}) was moved, deleted or replaced while the service was running:"
                 " put the file back, or restart the service"
             )
         if not all(self._file.with_name(f"{self._file.name}-{part}").exists() for part in ("wal", "shm")):
@@ -211,7 +210,7 @@ class LedgerFile:
         try:
             owner = db.execute("select token from owner").fetchone()
             if owner is None or owner[0] != self._token:
-                raise LedgerReplacedError("another service has taken over the ledger of jobs: stop one of the two")
+                raise LedgerReplacedError("another service has taken over the ledger of jobs: stop one of the two services")
             result = work(db)
             db.execute("commit")
             return result
@@ -227,13 +226,13 @@ class LedgerFile:
         code = _code(error)
         if code in _DAMAGED:
             return LedgerDamagedError(damaged_ledger(self._file, str(error)))
-        reason = _REASONS.get(code, "it fails")
-        return LedgerUnavailableError(f"the ledger of jobs ({self._file.name}) cannot be used now: {reason} ({error})")
+        reason = _REASONS.get(code, "SQLite reports an error")
+        return LedgerUnavailableError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {reason} ({error})")
 
     def _in_trouble(self, failure: LedgerError) -> None:
         if type(self.trouble) is not type(failure):
             logger.error("%s", failure)
-        if not isinstance(self.trouble, LedgerDamagedError):  # a damaged file stays in trouble until its pages are checked
+        if not isinstance(self.trouble, LedgerDamagedError):  # a damaged file's pages must be checked first
             self.trouble = failure
 
     def _recovered(self) -> None:
@@ -249,7 +248,9 @@ class LedgerFile:
                 try:
                     db.execute("pragma journal_mode = wal")
                     if db.execute("pragma user_version").fetchone()[0] > self._version:
-                        raise UsageError(f"{self._file} was written by a newer reflogp: upgrade, or name another state folder")
+                        raise UsageError(
+                            f"{self._file} was written by a newer reflogp: upgrade reflogp, or use a different state folder"
+                        )
                     _check_pages(db)
                     db.executescript(f"{self._schema};{_OWNER}")
                     db.execute(f"pragma user_version = {self._version}")
@@ -265,12 +266,12 @@ class LedgerFile:
                 code = _code(error)
                 if code == sqlite3.SQLITE_NOTADB:
                     raise UsageError(
-                        f"{self._file} is not a ledger of jobs ({error}): move the file away, or name another state folder"
+                        f"{self._file} is not a ledger of jobs ({error}): move the file away, or use a different state folder"
                     ) from error
                 if code == sqlite3.SQLITE_CORRUPT:
                     raise UsageError(damaged_ledger(self._file, str(error))) from error
                 if time.monotonic() + pause > deadline:
-                    reason = _REASONS.get(code, "it fails")
+                    reason = _REASONS.get(code, "SQLite reports an error")
                     raise UsageError(f"the ledger of jobs {self._file} cannot be used: {reason} ({error})") from error
                 time.sleep(pause)
                 pause = min(_LONGEST_PAUSE, pause * 2)
@@ -287,7 +288,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Replace a failed connection by a new connection, if one can be opened."""
+        """Replace a failed connection with a new one, if one can be opened."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:
@@ -306,9 +307,9 @@ class LedgerFile:
     def _leave_deleted_log(self) -> None:
         """Write the content of a deleted write-ahead log into the database, so that a crash cannot lose it.
 
-        After that, open a new connection, which creates a new write-ahead log.
+        Then open a new connection, which creates a new write-ahead log.
         """
-        logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
+        logger.warning("the write-ahead log of %s was deleted while the service was running", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()
         self._db = self._connect("rw")
@@ -316,11 +317,11 @@ class LedgerFile:
 
 
 def damaged_ledger(file: Path, what: str) -> str:
-    """Return the error message for a damaged ledger, which lists the steps of the recovery."""
+    """Return the error message for a damaged ledger. The message lists the recovery steps."""
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
-        f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its"
-        " place and start the service; if it cannot be recovered, submit the jobs again: their values are in the store"
+        f" another folder, run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there, replace {file.name} with"
+        " recovered.sqlite, and start the service; if recovery fails, submit the jobs again: their values are in the store"
     )
 
 
@@ -332,7 +333,7 @@ def _check_pages(db: sqlite3.Connection) -> None:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code of an exception."""
+    """Return the primary SQLite error code of an exception."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF
@@ -346,7 +347,7 @@ def _inode(file: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LedgerUnavailableError(f"the ledger of jobs ({file.name}) cannot be used now: {error.strerror}") from error
+        raise LedgerUnavailableError(f"the ledger of jobs ({file.name}) cannot currently be used: {error.strerror}") from error
     return about.st_dev, about.st_ino
 
 
@@ -355,4 +356,4 @@ def _roll_back(db: sqlite3.Connection) -> None:
         if db.in_transaction:
             db.execute("rollback")
     except sqlite3.Error as error:
-        logger.warning("a transaction of the ledger of jobs could not be rolled back: %s", error)
+        logger.warning("a transaction in the ledger of jobs could not be rolled back: %s", error)

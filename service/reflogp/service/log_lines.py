@@ -1,4 +1,4 @@
-"""Format log records of the service and of its workers as readable lines."""
+"""Format the log records of the service and its workers as human-readable lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that writes a record as one line, and appends the ids of the record's job and request."""
+    """A log formatter that writes each record as one line, followed by the ids of the record's job and request."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

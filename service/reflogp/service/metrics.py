@@ -32,10 +32,10 @@ class Metrics:
         self.sequences = Counter(
             "reflogp_sequences", "Sequences that were found in the store (hit) or scored.", ["way", "how"], registry=registry
         )
-        self.tokens = Counter("reflogp_scored_tokens", "Tokens of sequences that an engine scored.", ["way"], registry=registry)
+        self.tokens = Counter("reflogp_scored_tokens", "Tokens in sequences that an engine scored.", ["way"], registry=registry)
         self.engine_seconds = Histogram(
             "reflogp_score_engine_seconds",
-            "Time that the engine took for an online request.",
+            "Time that the engine spent on an online request.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -50,22 +50,22 @@ class Metrics:
         self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unexpectedly.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
         self._workers = Gauge("reflogp_workers_ready", "Workers that accept work.", registry=registry)
-        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in the queue.", registry=registry)
+        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens in queued online requests.", registry=registry)
         self._answering = Gauge("reflogp_workers_answering", "Workers that accept work and answer pings.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",
-            "Time since the engine began its current load or pass; 0 while the engine is idle.",
+            "Seconds since the engine began its current model load or forward pass; 0 while the engine is idle.",
             ["worker", "at"],
             registry=registry,
         )
         self._ledger_well = Gauge(
-            "reflogp_ledger_works", "1 while the ledger of jobs can be written, else 0.", registry=registry
+            "reflogp_ledger_works", "1 while the ledger of jobs can be written to, else 0.", registry=registry
         )
         self._ledger_failures = Gauge("reflogp_ledger_failures", "Failed attempts to use the ledger.", registry=registry)
         self._unrecorded = Gauge(
-            "reflogp_ledger_waiting_writes", "Writes that wait until the ledger can be written.", registry=registry
+            "reflogp_ledger_waiting_writes", "Writes that are waiting until the ledger can be written to.", registry=registry
         )
-        self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
+        self._memory = Gauge("reflogp_memory_bytes", "Resident memory of each process.", ["process"], registry=registry)
 
     def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
         """Set the gauges of the ledger."""
@@ -79,8 +79,8 @@ class Metrics:
         Args:
             ready: number of workers that accept work.
             answering: number of workers that accept work and answer pings.
-            busy: worker's number -> (operation of its engine, "load" or "pass", and seconds since it began), or None if it is
-                idle.
+            busy: worker's number -> (current operation of its engine, "load" or "pass"; seconds since the operation began), or
+                None if the engine is idle.
         """
         self._workers.set(ready)
         self._answering.set(answering)
@@ -89,11 +89,11 @@ class Metrics:
                 self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
 
     def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
-        """Return all metrics in Prometheus' text format.
+        """Return all metrics in the Prometheus text format.
 
         Args:
-            jobs: state -> number of jobs. None leaves the gauges of jobs unchanged.
-            online_tokens: queued tokens of online requests.
+            jobs: state -> number of jobs. None leaves the job gauges unchanged.
+            online_tokens: number of tokens in queued online requests.
             memory: name of a process -> its resident memory in bytes.
         """
         for state in JOB_STATES if jobs is not None else ():

@@ -1,6 +1,6 @@
 """Define the JSON models of the HTTP API for jobs, their reports, and uploads.
 
-The OpenAPI document is made from these models.
+The OpenAPI document is generated from these models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 #: Pattern of names that are safe in URLs and as file names, with no slash and no leading dot.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-#: Pattern of the names of uploads. The suffix gives the format, and text formats may be compressed.
+#: Pattern of the names of uploads. The suffix determines the format. Text formats may be compressed.
 UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$"
 
 
@@ -40,7 +40,7 @@ def _one_source(schema: dict[str, Any]) -> None:
 
 
 class DatasetSpec(BaseModel):
-    """The dataset of a job: exactly one of upload, path and uri."""
+    """The dataset of a job, given by exactly one of upload, path and uri."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_one_source)
     upload: Name | None = Field(None, description="Name of an upload (PUT /v1/uploads/NAME).")
@@ -48,7 +48,7 @@ class DatasetSpec(BaseModel):
         None,
         pattern="^/",
         max_length=4096,
-        description="File or folder on the service's machine, below one of its dataset_roots.",
+        description="Path of a file or folder on the service's machine, inside one of the dataset_roots.",
     )
     uri: str | None = Field(
         None,
@@ -60,23 +60,23 @@ class DatasetSpec(BaseModel):
         "train", max_length=200, description="Split of a saved DatasetDict or of hf://datasets/ORGANISATION/NAME."
     )
     config: str | None = Field(
-        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME. None is its default config."
+        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME. None is the default config."
     )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> DatasetSpec:
         if sum(source is not None for source in (self.upload, self.path, self.uri)) != 1:
-            raise ValueError("name the dataset by exactly one of upload, path and uri")
+            raise ValueError("specify the dataset by exactly one of upload, path and uri")
         if self.config is not None and self.uri is None:
-            raise ValueError("only a dataset of the Hub has configs: name it by its uri, hf://datasets/ORGANISATION/NAME")
+            raise ValueError("only a dataset on the Hub has configs: specify it by its uri, hf://datasets/ORGANISATION/NAME")
         return self
 
 
 class JobSettings(BaseModel):
-    """The settings of a job. Settings that a trainer also has are named as in the trainer's config."""
+    """The settings of a job. Settings that trainers also have use the same names as the trainers' configs."""
 
     model_config = ConfigDict(extra="forbid")
-    reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
+    reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
     format: Literal["preference", "kto", "tokens"] | None = Field(
         None, description="Format of the rows. None detects it from the columns."
     )
@@ -84,21 +84,22 @@ class JobSettings(BaseModel):
         None,
         ge=1,
         le=2**31 - 1,
-        description="Maximum number of tokens of a prompt and its completion together; longer sequences are truncated.",
+        description="Maximum total number of tokens in a prompt and its completion. Longer sequences are truncated.",
     )
     truncation_mode: TruncationMode = Field(
-        "keep_start", description="The end of a sequence that truncation to max_length keeps."
+        "keep_start", description="Which end of a sequence to keep when it is truncated to max_length."
     )
     ld_alpha: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Weight of the tokens beyond the shorter completion of a pair (LD-DPO), for the sums in the result.",
+        description="Weight of the tokens beyond the length of a pair's shorter completion (LD-DPO), for the sums in the"
+        " result.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
     )
-    title: str = Field("", max_length=200, description="Title that pages show for the job.")
+    title: str = Field("", max_length=200, description="Title of the job on the service's pages.")
 
 
 class JobRequest(JobSettings):
@@ -108,7 +109,7 @@ class JobRequest(JobSettings):
         extra="forbid",
         json_schema_extra={"examples": [{"reference": "sft", "dataset": {"upload": "pairs.jsonl"}, "max_length": 1024}]},
     )
-    dataset: DatasetSpec = Field(description="What to score.")
+    dataset: DatasetSpec = Field(description="Dataset to score.")
 
 
 class JobProgress(BaseModel):
@@ -116,15 +117,20 @@ class JobProgress(BaseModel):
 
     rows: int = Field(0, description="Number of rows that this attempt has read so far.")
     sequences: int = Field(0, description="Number of sequences found in the dataset so far.")
-    done: int = Field(0, description="Number of sequences that were hits, were scored or failed.")
+    done: int = Field(0, description="Number of sequences that were hits, were scored, or failed.")
     hits: int = Field(
         0,
-        description="Sequences that were not computed, because the store has their values or they occur twice in the dataset.",
+        description="Number of sequences that were not scored, because their values are in the store or because they are"
+        " duplicates within the dataset.",
     )
-    scored: int = Field(0, description="Sequences that were computed.")
-    bad_rows: int = Field(0, description="Rows that have no values so far. The result gives the reason for each of them.")
-    tokens: int = Field(0, description="Tokens of the scored sequences.")
-    tokens_per_second: float = Field(0.0, description="Tokens of the scored sequences, divided by the time spent scoring.")
+    scored: int = Field(0, description="Number of sequences that were scored.")
+    bad_rows: int = Field(
+        0, description="Number of rows so far that have no values because of an error. The result contains each row's error."
+    )
+    tokens: int = Field(0, description="Number of tokens in the scored sequences.")
+    tokens_per_second: float = Field(
+        0.0, description="Number of tokens in the scored sequences, divided by the time spent scoring."
+    )
     seconds: float = Field(0.0, description="Seconds since this attempt began.")
     seconds_left: float | None = Field(
         None, description="Estimated seconds until the job is done, or None if there is no estimate yet."
@@ -134,31 +140,35 @@ class JobProgress(BaseModel):
 class Job(BaseModel):
     """A job, with its settings, state, progress and outcome."""
 
-    id: str = Field(description="Id of the job, which all routes about a job take.")
+    id: str = Field(description="Id of the job. All routes for a job take this id.")
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
-    settings: JobSettings = Field(description="Settings with which the job was submitted.")
+    settings: JobSettings = Field(description="Settings that the job was submitted with.")
     dataset: DatasetSpec | None = Field(
-        description="Dataset of the job. None if the caller's token has no scope read and did not submit the job."
+        description="Dataset of the job. None if the caller's token does not have the scope `read` and did not submit the job."
     )
     reference_id: str = Field(description="Digest of the model's content and numerics.")
     submitted_by: str = Field(description="Name of the token that submitted the job; empty if dataset is None.")
     created_at: datetime = Field(description="Time when the job was first submitted.")
     started_at: datetime | None = Field(None, description="Time when the latest attempt began.")
-    finished_at: datetime | None = Field(None, description="Time when the job was done, failed or cancelled.")
-    attempts: int = Field(0, description="Number of attempts so far, each on a worker.")
+    finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")
+    attempts: int = Field(0, description="Number of times that a worker has started the job.")
     progress: JobProgress = Field(description="Progress of the latest attempt.")
     throughput: list[tuple[float, float]] = Field(
         default_factory=list,
         description="Throughput of the latest attempt: at most 200 pairs (seconds since its start, tokens per second).",
     )
-    note: str | None = Field(None, description="Reason why the latest attempt was interrupted, or what a queued job waits for.")
+    note: str | None = Field(
+        None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
+    )
     error: str | None = Field(None, description="Reason why the job failed.")
-    summary: dict[str, Any] | None = Field(None, description="Counts of a done job, as `reflogp score --json` prints them.")
+    summary: dict[str, Any] | None = Field(
+        None, description="Counts for a completed job, as `reflogp score --json` prints them."
+    )
 
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Remove the secrets from the dataset's URI, because every token with the scope read can see the job.
+        """Remove secrets from the dataset's URI, because every token with the scope `read` can see the job.
 
         The fetch uses the full URI.
         """
@@ -172,7 +182,7 @@ class Job(BaseModel):
         return None if text is None else hide_secrets(text)
 
     def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """Return the job without the data of other submitters, for a token that has no scope read and did not submit the job.
+        """Return the job without the data of other submitters, for a token without the scope `read` that did not submit it.
 
         The returned settings and dataset are those of `asked`, the caller's own submission.
         """
@@ -193,23 +203,23 @@ class Job(BaseModel):
 class Jobs(BaseModel):
     """A page of jobs, newest first."""
 
-    jobs: list[Job] = Field(description="The newest first.")
-    counts: dict[JobState, int] = Field(description="Number of jobs in each state, over all pages.")
+    jobs: list[Job] = Field(description="Jobs on this page, newest first.")
+    counts: dict[JobState, int] = Field(description="Number of jobs in each state, across all pages.")
     next_before: str | None = Field(description="Value of `before` for the next page; None on the last page.")
 
 
 class Histogram(BaseModel):
-    """A histogram, which has one more edge than counts."""
+    """A histogram. It has one more edge than counts."""
 
     edges: list[float] = Field(description="Edges of the bars in ascending order.")
     counts: list[int] = Field(description="Number of values between each edge and the next.")
 
 
 class Outlier(BaseModel):
-    """A row with an unusual value, and its texts."""
+    """A row with an unusual value, together with the row's texts."""
 
-    row: int = Field(description="Number of the row in the dataset, from 0.")
-    why: str = Field(description="What stands out.")
+    row: int = Field(description="Number of the row in the dataset, starting at 0.")
+    why: str = Field(description="What is unusual about the row.")
     value: float = Field(description="The unusual value in nats: a mean log-prob per token, or a margin.")
     prompt: str = Field(description="Text of the row's prompt, shortened.")
     completions: dict[str, str] = Field(
@@ -217,25 +227,26 @@ class Outlier(BaseModel):
     )
     images: list[str] = Field(
         default_factory=list,
-        description="Small copies of the row's first two images, as data URIs of PNG files. Empty for a row without images.",
+        description="Thumbnails of the row's first two images, as data URIs of PNG files. Empty for a row without images.",
     )
 
 
 class RowProblem(BaseModel):
     """A row of the dataset that has no values."""
 
-    row: int = Field(description="Number of the row in the dataset, from 0.")
+    row: int = Field(description="Number of the row in the dataset, starting at 0.")
     error: str = Field(description="Reason why the row has no values.")
 
 
 class Report(BaseModel):
-    """A report about the values of a done job."""
+    """A report on the values of a completed job."""
 
     histograms: dict[str, Histogram] = Field(
-        description="Mean log-probs per token of chosen and rejected (or completion), and margins (chosen minus rejected)."
+        description="Histograms of mean log-probs per token (chosen and rejected, or completion), and of margins (chosen minus"
+        " rejected)."
     )
     outliers: list[Outlier] = Field(description="Rows with unusual values, up to four of each kind.")
-    bad_rows: list[RowProblem] = Field(description="The first hundred rows without values. The result lists all of them.")
+    bad_rows: list[RowProblem] = Field(description="The first hundred rows without values. The result lists all such rows.")
     dropped_rows: int = Field(
         description="Number of rows that were dropped because their prompt alone fills max_length. Training drops them too."
     )
@@ -244,13 +255,13 @@ class Report(BaseModel):
 class Upload(BaseModel):
     """An uploaded dataset file."""
 
-    name: str = Field(description="Name by which jobs refer to the upload.")
-    bytes: int = Field(description="Its size.")
-    sha256: str = Field(description="Its digest.")
+    name: str = Field(description="Name that jobs use to refer to the upload.")
+    bytes: int = Field(description="Size of the file in bytes.")
+    sha256: str = Field(description="SHA-256 digest of the file.")
     uploaded_at: datetime = Field(description="Time when the upload was complete.")
 
 
 class Uploads(BaseModel):
     """All uploads."""
 
-    uploads: list[Upload] = Field(description="Sorted by name.")
+    uploads: list[Upload] = Field(description="Uploads, sorted by name.")

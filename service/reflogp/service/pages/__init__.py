@@ -1,1 +1,1 @@
-"""Hold what browser pages are made of: templates, static files, charts, names of jobs, and tables of the API."""
+"""Provide the browser pages' templates, static files, charts, display names of jobs, and tables of the API."""

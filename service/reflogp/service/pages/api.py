@@ -1,4 +1,4 @@
-"""Prepare data for pages: tables of the routes and JSON objects of the OpenAPI document, and the names of jobs and datasets.
+"""Prepare data for pages: tables of routes and JSON objects from the OpenAPI document, and names of jobs and datasets.
 
 The page /docs needs no script, and loads nothing from other servers.
 """
@@ -17,7 +17,7 @@ from reflogp.store.texts import hide_secrets
 def dataset_name(dataset: DatasetSpec | None) -> str:
     """Return the location of a dataset: its URI, upload name or path.
 
-    User name and query are removed from a URI, because they may contain secrets.
+    The user name and query of a URI are removed, because they may contain secrets.
     """
     if dataset is None:
         return ""
@@ -27,13 +27,13 @@ def dataset_name(dataset: DatasetSpec | None) -> str:
 
 
 def job_name(job: Job) -> str:
-    """Return the name under which pages show a job: its title, the last part of its dataset's name, or its id."""
+    """Return the name that pages show for a job: its title, the last part of its dataset's name, or its id."""
     return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id
 
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter of a route, or a field of a JSON object. For a field of a nested object, `name` is its path with dots."""
+    """A parameter of a route, or a field of a JSON object. For a field of a nested object, `name` is its dotted path."""
 
     name: str
     kind: str
@@ -43,7 +43,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response that a route gives with one HTTP status."""
+    """A route's response for one HTTP status."""
 
     status: str
     about: str
@@ -52,10 +52,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Operation:
-    """A route with one HTTP method.
+    """One HTTP method of a route.
 
     Attributes:
-        bodies: media types that a request's body may have.
+        bodies: media types that are accepted for the request body.
         fields: fields of a JSON body.
     """
 

@@ -1,6 +1,6 @@
 """Draw charts as inline SVG for pages: a histogram, and throughput over time.
 
-Colours and fonts come from the stylesheet, by class. Every chart has a title and a description in words.
+Colours and fonts come from the CSS classes in the stylesheet. Every chart has a title and a text description.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from reflogp.scoring.reports.chart_frame import (
 from reflogp.service.models import Histogram
 from reflogp.store.texts import duration, number
 
-#: Seconds between two ticks of time: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps are
-#: multiples of half a day.
+#: Seconds between two ticks on a time axis: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps
+#: are multiples of half a day.
 _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10, 15, 30) if size * count < 43200]
 
 
 def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
-    """Draw a histogram as bars between edges.
+    """Draw a histogram with one bar between each edge and the next.
 
     Args:
-        name: unique in the page; letters, digits and hyphens.
-        title: what is counted.
+        name: id that is unique on the page, made of letters, digits and hyphens.
+        title: title of the chart, which says what is counted.
         unit: unit of the edges, shown below the axis.
         values: counts and edges; bars may have equal or unequal widths.
     """
@@ -51,8 +51,8 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
     fullest = values.counts.index(most)
     described = (
         f"{number(total)} values from {plain(values.edges[0])} to {plain(values.edges[-1])} {unit}. "
-        f"The fullest bar, {plain(values.edges[fullest])} to {plain(values.edges[fullest + 1])}, holds {number(most)}. "
-        f"The median lies near {plain(_median(values))}."
+        f"The tallest bar, {plain(values.edges[fullest])} to {plain(values.edges[fullest + 1])}, has {number(most)} values. "
+        f"The median is about {plain(_median(values))}."
     )
     ticks = round_ticks(0, most, 3, whole=True)
     top = max(most, ticks[-1])
@@ -78,12 +78,12 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
 
 
 def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> Markup:
-    """Draw tokens per second over the seconds of a run.
+    """Draw tokens per second over the running time of a job.
 
     Args:
-        name: unique in the page; letters, digits and hyphens.
-        title: what is shown.
-        points: (seconds since the start, tokens per second), in order of time.
+        name: id that is unique on the page, made of letters, digits and hyphens.
+        title: title of the chart.
+        points: (seconds since the start, tokens per second), in chronological order.
     """
     points = [(second, rate) for second, rate in points if math.isfinite(second) and math.isfinite(rate)]
     if not points:
@@ -91,8 +91,8 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
     rates = [rate for _, rate in points]
     end = max(points[-1][0], 1e-3)
     described = (
-        f"{len(points)} measurements over {duration(end)}: least {number(round(min(rates)))}, "
-        f"most {number(round(max(rates)))}, last {number(round(rates[-1]))} tokens per second."
+        f"{len(points)} measurements over {duration(end)}: minimum {number(round(min(rates)))}, "
+        f"maximum {number(round(max(rates)))}, latest {number(round(rates[-1]))} tokens per second."
     )
     ticks = round_ticks(0, max(*rates, 1.0), 3)
     top = ticks[-1]
@@ -103,7 +103,7 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
     plot = Markup(
         '{}{}<polygon class="area" points="{}"/><polyline class="line" points="{}"/>'
         '<circle class="last" cx="{}" cy="{}" r="3.5"/>'
-    ).format(grid(ticks, 0, top), x_axis(_time_ticks(end), 0, end, duration, "time running"), outline, " ".join(places), x, y)
+    ).format(grid(ticks, 0, top), x_axis(_time_ticks(end), 0, end, duration, "running time"), outline, " ".join(places), x, y)
     return chart(name, title, described, plot)
 
 
@@ -118,7 +118,7 @@ def _time_ticks(end: float) -> list[float]:
 
 
 def _median(values: Histogram) -> float:
-    """Return an estimate of the median, under the assumption that the values of a bar are evenly distributed over it."""
+    """Return an estimate of the median. The estimate assumes that the values within each bar are evenly distributed."""
     half, below = sum(values.counts) / 2, 0
     for left, right, count in zip(values.edges, values.edges[1:], values.counts, strict=False):
         if count and below + count >= half:

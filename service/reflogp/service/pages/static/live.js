@@ -13,7 +13,7 @@ function say(text) {
 async function refresh() {
   const answer = await fetch(location.href, { cache: "no-store" });
   if (answer.redirected || (answer.status >= 400 && answer.status < 500)) {
-    location.reload(); // the user has signed out, or the job does not exist any more: the reloaded page says so
+    location.reload(); // the user has signed out, or the job no longer exists: the reloaded page says so
     return;
   }
   if (!answer.ok) throw new Error(answer.statusText);
@@ -33,7 +33,7 @@ const shown = () => new Promise((resolve) => {
   else document.addEventListener("visibilitychange", resolve, { once: true });
 });
 
-// Update the page of a list every few seconds.
+// Refresh a list page every few seconds.
 async function watchList(seconds) {
   for (;;) {
     await pause(seconds);
@@ -42,12 +42,12 @@ async function watchList(seconds) {
       await refresh();
       say("");
     } catch {
-      say("The service does not respond. Trying again.");
+      say("The service is not responding. Trying again.");
     }
   }
 }
 
-// Update the page of a job: its progress whenever the service sends an event, the rest at most once per second.
+// Refresh a job page: the progress bar on every event from the service, the other parts at most once per second.
 function watchJob(id) {
   let source = null;
   let stale = false;
@@ -87,7 +87,7 @@ function watchJob(id) {
     });
   }
 
-  // A browser opens only a few connections to one service, so a hidden page closes its connection.
+  // Browsers open only a few connections to the same service, so a hidden page closes its connection.
   document.addEventListener("visibilitychange", () => {
     if (ended) return;
     if (document.hidden) source.close();
@@ -113,7 +113,7 @@ function watchJob(id) {
   keep();
 }
 
-// When a link on another site opens a page, the browser sends no cookie. A request of this page has the cookie.
+// When a link on another site opens this page, the browser sends no cookie. A request made by this page includes the cookie.
 async function skipSignIn() {
   const answer = await fetch(location.href, { redirect: "manual", cache: "no-store" });
   if (answer.type === "opaqueredirect") location.replace(location.href);
