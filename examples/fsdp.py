@@ -65,7 +65,7 @@ def end_process(trainer: Any) -> None:
 def main() -> None:
     options = options_of(
         __doc__,
-        prepare={"action": "store_true", "help": "score the data instead of training; do this before you launch training"},
+        prepare={"action": "store_true", "help": "score the data instead of training; run this before launching training"},
     )
     if options.prepare:
         prepare(options)
