@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
             os.environ["REFLOGP_TOKENS"] = with_own_tokens(os.environ.get("REFLOGP_TOKENS", "[]"), Path("/secrets"))
             say("callers need a token: to print it, run `cat /secrets/service/token` in this container")
         if arguments == ["serve"] and "REFLOGP_REFERENCES" not in os.environ:
-            say("REFLOGP_REFERENCES is not set: serving a small demo model, created at the first start, as `demo`")
+            say("REFLOGP_REFERENCES is not set: serving a small demo model as `demo` (created at the first start)")
             make_demo_model(DEMO_MODEL)
             os.environ["REFLOGP_REFERENCES"] = json.dumps({"demo": {"model": str(DEMO_MODEL), "dtype": "float32"}})
     os.execvp("reflogp", ["reflogp", *arguments])

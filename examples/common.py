@@ -35,12 +35,12 @@ ON_CPU = {
 
 
 def parser_of(
-    description: str, steps: int = 10, rows: int = 64, model: str = "a Llama of 4M parameters", folder: str = "model"
+    description: str, steps: int = 10, rows: int = 64, model: str = "a Llama with 4M parameters", folder: str = "model"
 ) -> argparse.ArgumentParser:
     """Return a parser for the options that all examples have: --model, --rows, --out and --steps.
 
     Args:
-        description: description that --help prints.
+        description: text that --help prints above the options.
         steps: default of --steps.
         rows: default of --rows.
         model: description of the model that the example builds if --model is not given.
@@ -53,7 +53,7 @@ def parser_of(
         help="folder or hub id of the model that serves as the reference and as the starting point of training; default:  "
         f"{model}, built in OUT/{folder} from the example data",
     )
-    parser.add_argument("--rows", type=int, default=rows, help="number of rows to use from the start (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=rows, help="use only the first ROWS rows (default: %(default)s)")
     parser.add_argument(
         "--out",
         type=Path,

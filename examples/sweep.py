@@ -61,7 +61,7 @@ def main() -> None:
     after = reflogp("score", options.model, options.data, "--store", options.store, "--dtype", "float32")
     print(
         f"sequences scored: {before['scored']} before the first run, {after['scored']} after the last\n"
-        f"TRL would have scored {by_row} with precompute_ref_log_probs, {by_batch} without (in {options.steps} steps a run)"
+        f"TRL would have scored {by_row} with precompute_ref_log_probs, {by_batch} without ({options.steps} steps per run)"
     )
 
 

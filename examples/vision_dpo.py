@@ -19,7 +19,7 @@ from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rows=32, model="a LLaVA of 1M parameters", folder="vision-model")
+    parser = parser_of(__doc__, rows=32, model="a LLaVA with 1M parameters", folder="vision-model")
     parser.add_argument(
         "--data",
         type=Path,
