@@ -1,4 +1,4 @@
-"""The image's health check: the exit code is 0 if the service is ready. Otherwise the reason is printed."""
+"""Health check of the image: exit with code 0 if the service is ready. Otherwise, print the reason and exit with code 1."""
 
 import os
 import sys
@@ -11,4 +11,4 @@ try:
 except urllib.error.HTTPError as error:
     sys.exit(f"{error.code}: {error.read(2000).decode(errors='replace')}")
 except OSError as error:
-    sys.exit(f"no answer: {error}")
+    sys.exit(f"the service does not respond: {error}")

@@ -1,4 +1,4 @@
-"""Create the bucket of the store on the S3 server of the profile `s3`, once the server responds.
+"""Create the store's bucket on the S3 server of the profile `s3` as soon as the server responds.
 
 The bucket's name comes from REFLOGP_STORE (s3://BUCKET/…). The server's address and credentials come from AWS_ENDPOINT_URL,
 AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY_FILE.
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 from pyarrow.fs import FileType, S3FileSystem
 
-#: Seconds to wait until the server responds.
+#: Maximum time in seconds to wait for the server to respond.
 PATIENCE = 60
 
 
 def main() -> None:
     store, endpoint = urlsplit(os.environ["REFLOGP_STORE"]), urlsplit(os.environ["AWS_ENDPOINT_URL"])
     if store.scheme != "s3" or not store.hostname:
-        sys.exit(f"REFLOGP_STORE={store.geturl()} names no bucket: give s3://BUCKET/FOLDER")
+        sys.exit(f"REFLOGP_STORE={store.geturl()} names no bucket: use the form s3://BUCKET/FOLDER")
     server = S3FileSystem(
         access_key=os.environ["AWS_ACCESS_KEY_ID"],
         secret_key=Path(os.environ["AWS_SECRET_ACCESS_KEY_FILE"]).read_text().strip(),

@@ -1,4 +1,4 @@
-"""Client of the profile `demo`: submit the shipped pairs to the service, and print the first values and the accuracy."""
+"""Client of the profile `demo`: submit the shipped pairs to the service, then print the first values and the accuracy."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Shared code of the examples: options, the model and the rows, settings for a CPU, and printing the results of a run."""
+"""Code that the examples share: options, the model and the rows, settings for a CPU, and printing the results of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reflogp.cli.main import app
 
 PAIRS = Path(__file__).parent / "data" / "gsm8k_pairs.jsonl"
 
-#: TrainingArguments for a CPU. On a GPU, leave out use_cpu and bf16, and score in bfloat16: TRL then trains in bfloat16.
+#: TrainingArguments for a CPU. On a GPU, remove use_cpu and bf16, and score in bfloat16: TRL then trains in bfloat16.
 ON_CPU = {
     "use_cpu": True,
     "bf16": False,
@@ -35,41 +35,41 @@ ON_CPU = {
 
 
 def parser_of(
-    description: str, steps: int = 10, rows: int = 64, model: str = "a Llama of 4M parameters", folder: str = "model"
+    description: str, steps: int = 10, rows: int = 64, model: str = "a Llama with 4M parameters", folder: str = "model"
 ) -> argparse.ArgumentParser:
-    """Return a parser of the options of all examples: --model, --rows, --out and --steps.
+    """Return a parser for the options that all examples have: --model, --rows, --out and --steps.
 
     Args:
-        description: text of --help.
+        description: text that --help prints above the options.
         steps: default of --steps.
         rows: default of --rows.
-        model: what the example builds without --model.
-        folder: where it builds it, in OUT.
+        model: description of the model that the example builds if --model is not given.
+        folder: name of the subfolder of OUT in which the example builds this model.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(folder=folder)
     parser.add_argument(
         "--model",
-        help="folder or hub id of the model that is the reference and that training starts from; default: "
+        help="folder or hub id of the model that serves as the reference and as the starting point of training; default:  "
         f"{model}, built in OUT/{folder} from the example data",
     )
-    parser.add_argument("--rows", type=int, default=rows, help="number of rows, from the first on (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=rows, help="use only the first ROWS rows (default: %(default)s)")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("reflogp-examples"),
-        help="folder for the store (OUT/logps, which the examples share) and the runs (default: %(default)s)",
+        help="folder for the runs and for the store that the examples share, OUT/logps (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, help="number of optimizer steps per run (default: %(default)s)")
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, and silence the output of libraries.
+    """Parse the command line and silence the output of libraries.
 
     Returns:
-        The options: model and store as text, out, rows, steps, builds_model (True without --model), and the parser's other
-        options.
+        The options: model and store as text, out, rows, steps, builds_model (True if --model is not given), and the parser's
+        other options.
     """
     options = parser.parse_args()
     quiet_libraries()
@@ -80,17 +80,17 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> argparse.Namespace:
-    """Parse the command line of an example that uses pairs of text. `more` has the options of this example alone.
+    """Parse the command line of an example that uses text pairs. `more` contains the options that only this example has.
 
     Returns:
-        The options: model, data, store, out and steps, with paths as text, and the options of the example alone.
+        The options: model, data, store, out and steps, with paths as text, and the options from `more`.
     """
     parser = parser_of(description, steps)
     parser.add_argument(
         "--data",
         type=Path,
         default=PAIRS,
-        help="preference pairs, JSON lines with prompt, chosen, rejected; default: the example data",
+        help="preference pairs as JSON lines with prompt, chosen and rejected; default: the example data",
     )
     for name, settings in more.items():
         parser.add_argument("--" + name.replace("_", "-"), **settings)
@@ -100,7 +100,7 @@ def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> arg
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Write the rows to OUT/pairs.jsonl and, without --model, a small model to OUT/model."""
+    """Write the rows to OUT/pairs.jsonl and, if --model is not given, a small model to OUT/model."""
     options.out.mkdir(parents=True, exist_ok=True)
     with options.source.open(encoding="utf-8") as lines:
         Path(options.data).write_text("".join(itertools.islice(lines, options.rows)), encoding="utf-8")

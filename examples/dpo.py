@@ -2,7 +2,7 @@
 
     python examples/dpo.py
 
-A second run scores nothing: the store has the values. With data and a model of your own:
+A second run scores nothing, because the store already has the values. To use your own data and model:
 
     python examples/dpo.py --model ./sft-model --data pairs.jsonl --rows 1000 --steps 100
 """

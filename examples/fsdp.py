@@ -1,11 +1,11 @@
-"""DPO under FSDP2 in two processes, here on a CPU with gloo. Score in one process first, then launch the training:
+"""DPO with FSDP2 in two processes, on a CPU with gloo. First score in a single process, then launch the training:
 
     python examples/fsdp.py --prepare
     python -m torch.distributed.run --nproc_per_node 2 examples/fsdp.py
 
-The store is read once on each node, and all processes train on the same snapshot. If one process finds an error, all processes
-stop before the first step. No process holds a reference model or a part of one. On GPUs, leave out use_cpu, bf16 and
-shard_on_cpu(), and score in bfloat16.
+Each node reads the store once, and all processes train on the same snapshot. If one process finds an error, all processes stop
+before the first step. No process holds a reference model or part of one. On GPUs, remove use_cpu, bf16 and shard_on_cpu(), and
+score in bfloat16.
 """
 
 import os
@@ -17,7 +17,7 @@ from common import ON_CPU, options_of, prepare, reflogp, show
 
 
 def shard_on_cpu() -> None:
-    """Make accelerate use FSDP on a CPU, where it would accept the settings for FSDP but run DDP."""
+    """Make accelerate run FSDP on a CPU. Without this, accelerate accepts the FSDP settings but runs DDP."""
     from accelerate import DistributedType, PartialState
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -64,7 +64,8 @@ def end_process(trainer: Any) -> None:
 
 def main() -> None:
     options = options_of(
-        __doc__, prepare={"action": "store_true", "help": "score the data instead of training; do this before the launch"}
+        __doc__,
+        prepare={"action": "store_true", "help": "score the data instead of training; run this before launching training"},
     )
     if options.prepare:
         prepare(options)
@@ -72,7 +73,7 @@ def main() -> None:
     elif Path(options.data).is_file():
         train(options)
     else:
-        sys.exit(f"{options.data} does not exist: run `python examples/fsdp.py --prepare` first, with the same options")
+        sys.exit(f"{options.data} does not exist: first run `python examples/fsdp.py --prepare` with the same options")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""KTO without a reference model. KTO's KL term needs values of sequences that are not in the dataset.
+"""KTO without a reference model. KTO's KL term needs values for sequences that are not in the dataset.
 
     python examples/kto.py
 
 For the KL term, TRL pairs each prompt with the completion of another row. The pairing depends on the batch size and the order
-of the rows. So this example scores twice: first the completions of the dataset, then the sequences that the trainer finds
-missing. If sequences have no values, the trainer raises MissingLogpsError before training starts, and writes these sequences,
-as TRL prepared them, to output_dir/reflogp-missing.parquet. The example scores this file and constructs the trainer again,
-which then finds all values.
+of the rows. This example therefore scores twice: first the completions in the dataset, then the sequences for which the trainer
+finds no values. If values are missing, the trainer raises MissingLogpsError before training starts and writes the sequences, as
+prepared by TRL, to output_dir/reflogp-missing.parquet. The example scores this file and constructs the trainer again, which
+then finds all values.
 
-A loss without the KL term (KTOConfig(loss_type="apo_zero_unpaired")) needs only the first scoring.
+With a loss that has no KL term (KTOConfig(loss_type="apo_zero_unpaired")), you need to score only once.
 """
 
 from typing import Any

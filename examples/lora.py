@@ -1,10 +1,10 @@
-"""DPO with a LoRA adapter. The reference is the base model, so all runs on this base model share its values.
+"""DPO with a LoRA adapter. The reference is the base model, so all runs with the same base model share its values.
 
     python examples/lora.py
 
-A new adapter does not change the model's outputs, so the step-0 gate passes. For every batch, TRL would run the base model a
-second time, with the adapter switched off. Here, a lookup in the store replaces this second pass. The folder of the trained
-adapter can be the reference of a second round: reflogp score OUT/lora/adapter pairs.jsonl --store …
+A new adapter does not change the model's outputs, so the step-0 gate passes. For every batch, TRL would run the model a
+second time with the adapter switched off. Here, a lookup in the store replaces this second pass. To use the trained adapter as
+the reference for another round of training, score its folder: reflogp score OUT/lora/adapter pairs.jsonl --store …
 """
 
 from common import ON_CPU, options_of, prepare, reflogp, show

@@ -1,9 +1,9 @@
-"""Online RL with the reference model in a service: RLOO requests its log-probs while the policy computes.
+"""Online RL with the reference model in a service: RLOO requests reference log-probs while the policy computes its own.
 
     python examples/online.py
 
-The example starts `reflogp serve` in a separate process. To use a service that is already running, pass its URL, its name for
-the reference model, and the same model for the policy:
+The example starts `reflogp serve` in a separate process. To use a service that is already running, pass the service's URL,
+its name for the reference model, and the same model for the policy:
 
     python examples/online.py --model ./sft-model --url http://scorer:8311 --reference sft
 """
@@ -28,7 +28,7 @@ from reflogp.trainer import ReferenceSource, RemoteRLOOTrainer
 
 
 def main() -> None:
-    url = {"help": "URL of a running service; default: the example starts a service and stops it at the end"}
+    url = {"help": "URL of a running service; if omitted, the example starts a service and stops it at the end"}
     name = {"default": "sft", "help": "the service's name for the reference model (default: %(default)s)"}
     options = options_of(__doc__, url=url, reference=name)
     prepare(options)

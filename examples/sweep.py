@@ -1,11 +1,11 @@
-"""A sweep over beta, max_length and loss with one store: the data is scored once for all runs.
+"""A sweep over beta, max_length and loss with a single store: the data is scored once for all runs.
 
     python examples/sweep.py
     python examples/sweep.py --beta 0.03 0.1 0.3 --max-length 256 --loss-type sigmoid ipo hinge
 
-The store has a value for every completion token, so a run with a smaller max_length sums fewer values. TRL would run the
-reference model again in each run: for each batch without precompute_ref_log_probs, and for each row with it, because TRL's
-cache depends on the whole config of a run (TRL 1.16). With --data, the difference is larger for a larger dataset.
+The store has a value for every completion token, so a run with a smaller max_length simply sums fewer values. TRL itself would
+run the reference model again in each run: on every batch without precompute_ref_log_probs, or on every row with it, because the
+key of TRL's cache depends on the run's whole config (TRL 1.16). The larger the dataset (--data), the larger the difference.
 """
 
 import itertools
@@ -38,9 +38,9 @@ def main() -> None:
     options = options_of(
         __doc__,
         steps=3,
-        beta={"type": float, "nargs": "+", "default": [0.1, 0.5], "help": "default: 0.1 0.5"},
-        max_length={"type": int, "nargs": "+", "default": [128, 512], "help": "default: 128 512"},
-        loss_type={"nargs": "+", "default": ["sigmoid", "ipo"], "help": "TRL's names; default: sigmoid ipo"},
+        beta={"type": float, "nargs": "+", "default": [0.1, 0.5], "help": "values of beta; default: 0.1 0.5"},
+        max_length={"type": int, "nargs": "+", "default": [128, 512], "help": "values of max_length; default: 128 512"},
+        loss_type={"nargs": "+", "default": ["sigmoid", "ipo"], "help": "loss types, as named in TRL; default: sigmoid ipo"},
     )
     prepare(options)
 
@@ -61,7 +61,7 @@ def main() -> None:
     after = reflogp("score", options.model, options.data, "--store", options.store, "--dtype", "float32")
     print(
         f"sequences scored: {before['scored']} before the first run, {after['scored']} after the last\n"
-        f"TRL would have scored {by_row} with precompute_ref_log_probs, {by_batch} without (in {options.steps} steps a run)"
+        f"TRL would have scored {by_row} with precompute_ref_log_probs, {by_batch} without ({options.steps} steps per run)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw pairs with images, and build a small vision-language model for them, without a network."""
+"""Draw preference pairs with images and build a small vision-language model for them, without a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reflogp.cli.demo_model import train_tokenizer
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
 SHAPES = ("square", "circle", "triangle")
-#: Width and height in pixels of a drawn image, and of a patch of the model. An image has 16 patches, so 16 tokens.
+#: Width and height in pixels of a drawn image, and of one of the model's patches. An image has 16 patches and thus 16 tokens.
 IMAGE_SIZE, PATCH_SIZE = 64, 16
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -34,10 +34,10 @@ _TEMPLATE = (
 
 
 def draw_pairs(file: Path, count: int) -> None:
-    """Write pairs as JSON lines, and a PNG for each to the folder `images` next to the file.
+    """Write pairs as JSON lines, and a PNG image for each pair to the folder `images` next to the file.
 
     Args:
-        file: the file to write. Its lines have prompt, chosen and rejected (messages), and images (a list with one path,
+        file: the file to write. Each line has prompt, chosen and rejected (messages), and images (a list with one path
             relative to the file).
         count: number of pairs.
     """
@@ -61,7 +61,7 @@ def draw_pairs(file: Path, count: int) -> None:
 
 
 def _drawn(colours: dict[str, str]) -> Image.Image:
-    """Return an image of a square, a circle and a triangle in these colours."""
+    """Return an image of a square, a circle and a triangle in the given colours."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white")
     draw = ImageDraw.Draw(image)
     draw.rectangle((4, 4, 28, 28), fill=colours["square"])
@@ -71,7 +71,7 @@ def _drawn(colours: dict[str, str]) -> Image.Image:
 
 
 def build_vision_model(folder: Path) -> None:
-    """Write a LLaVA of 1M parameters with random weights, and its processor, into a folder."""
+    """Write a LLaVA model with 1M random parameters and its processor to a folder."""
     tokenizer = _tokenizer()
     hidden = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(

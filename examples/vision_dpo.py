@@ -2,7 +2,7 @@
 
     python examples/vision_dpo.py
 
-The example draws its own images; each prompt asks for the colour of a shape. With data and a model of your own:
+The example draws its own images, and each prompt asks for the colour of a shape. To use your own data and model:
 
     python examples/vision_dpo.py --model ./vision-model --data pairs.jsonl --steps 100
 """
@@ -19,12 +19,12 @@ from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rows=32, model="a LLaVA of 1M parameters", folder="vision-model")
+    parser = parser_of(__doc__, rows=32, model="a LLaVA with 1M parameters", folder="vision-model")
     parser.add_argument(
         "--data",
         type=Path,
-        help="JSON lines with prompt, chosen, rejected and images (paths relative to the file); all of them are used; "
-        "default: --rows pairs, drawn in OUT/images.jsonl",
+        help="JSON lines with prompt, chosen, rejected and images (paths relative to the file); all lines are used; "
+        "default: OUT/images.jsonl, with --rows pairs that the example draws",
     )
     options = parsed(parser)
     data = options.data or options.out / "images.jsonl"
@@ -36,7 +36,7 @@ def main() -> None:
 
     reflogp("score", options.model, str(data), "--store", options.store, "--dtype", "float32")
 
-    # `reflogp score` reads paths as relative to the file, and `datasets` as relative to the current folder.
+    # `reflogp score` resolves paths relative to the dataset file, but `datasets` resolves them relative to the current folder.
     pairs = load_dataset("json", data_files=str(data), split="train")
     pairs = pairs.map(lambda pair: {"images": [str(data.parent.absolute() / path) for path in pair["images"]]})
     trainer = CachedDPOTrainer(

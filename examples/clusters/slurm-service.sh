@@ -1,11 +1,11 @@
 #!/bin/bash
-# A Slurm job in which a service and a training run share a node: the service uses the first GPU, the run uses the others.
+# A Slurm job that runs a service and a training run on one node: the service uses the first GPU, and the run uses the other GPUs.
 #
 #     sbatch --gres=gpu:8 examples/clusters/slurm-service.sh ./sft-model python train.py
 #
-# For the run, $REFLOGP_URL is the address of the service and $REFLOGP_TOKEN its token. The service ends when the run ends. These
-# environment variables are settings: REFLOGP_STORE (default ./logps; use a filesystem that remains after the job),
-# REFLOGP_DTYPE, REFLOGP_START_SECONDS (maximum seconds until the service is ready; default 3600).
+# The run gets the service's address in $REFLOGP_URL and its token in $REFLOGP_TOKEN. The service stops when the run ends. To
+# configure this script, set the environment variables REFLOGP_STORE (default: ./logps; use a filesystem that persists after the
+# job), REFLOGP_DTYPE, and REFLOGP_START_SECONDS (maximum seconds until the service is ready; default: 3600).
 #SBATCH --job-name=reflogp
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -18,7 +18,7 @@ model=$1
 shift
 IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-}"
 if [ "${#gpus[@]}" -lt 2 ] && [ -z "${REFLOGP_ON_CPU:-}" ]; then
-    echo "the service and the run need a GPU each, and CUDA_VISIBLE_DEVICES is '${CUDA_VISIBLE_DEVICES:-}'; set REFLOGP_ON_CPU=1" \
+    echo "the service and the run need a GPU each, but CUDA_VISIBLE_DEVICES is '${CUDA_VISIBLE_DEVICES:-}'; set REFLOGP_ON_CPU=1" \
         "to run both without GPUs" >&2
     exit 2
 fi
