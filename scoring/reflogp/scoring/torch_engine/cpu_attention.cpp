@@ -63,7 +63,7 @@ struct Call {
   int64_t window;  // number of keys that a query attends to; 0 for all
 };
 
-// Distributes the indices 0 … count - 1 over threads. Each thread calls `work` once, then calls the result with the next free index.
+// Distributes the indices 0 … count - 1 over threads. Each thread calls `work` once, and its result with each index that it takes.
 template <typename Work>
 void share_out(int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -204,7 +204,7 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
     for (int64_t head = 0; head < key_heads; ++head) {
       for (int64_t block = 0; block < branch.blocks(); ++block) reorders.push_back({b, head, block});
       const int64_t queries = branch.stop - branch.start;
-      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // start with the queries that attend to the most keys
+      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // those with the most keys first
         tasks.push_back({b, head, first, std::min(step, queries - first)});
     }
     blocks += branch.blocks();
@@ -232,7 +232,7 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
 // paths int64: the indices of each branch's keys, one branch after another. Returns (tokens, heads, value size).
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& spans,
                   const at::Tensor& paths, double scale, int64_t window) {
-  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "the last dimension of query, key and value must be contiguous");
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "last dimensions must be contiguous");
   TORCH_CHECK(query.size(2) == key.size(2) && query.size(2) % 2 == 0, "head sizes must be equal and even");
   TORCH_CHECK(key.size(0) > 0 && query.size(0) % key.size(0) == 0, "query heads must be a multiple of key heads");
   TORCH_CHECK(key.size(0) == value.size(0) && key.size(1) == value.size(1), "there must be as many values as keys");
