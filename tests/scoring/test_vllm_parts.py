@@ -273,7 +273,7 @@ def one_direction(config):
         ("Idefics 3", None, None),
         ("LLaVA", None, None),
         ("LLaVA", wide_tower, "llava models with a vision tower of siglip_vision_model"),
-        ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "features of several layers"),
+        ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "image features from several layers"),
         ("Qwen3-VL", one_direction, "without mrope_interleaved"),
         ("Gemma 3", None, "gemma3 model's image attend in one direction only"),
         ("InternVL", None, "not been compared with transformers' for internvl models"),

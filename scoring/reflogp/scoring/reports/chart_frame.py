@@ -1,6 +1,6 @@
 """Draw the common parts of SVG charts: the frame with title and description, the grid, and axes with round numbers.
 
-Colors and fonts are set by the classes of the stylesheet.
+The stylesheet sets colors and fonts by class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
 
 
 def message(text: str) -> Markup:
-    """Return a text to show instead of an empty plot."""
+    """Return the SVG for a message that is shown instead of an empty plot."""
     return Markup('<text class="message" x="{}" y="{}">{}</text>').format(WIDTH / 2, HEIGHT / 2, text)
 
 

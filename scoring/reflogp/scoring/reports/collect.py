@@ -1,6 +1,6 @@
 """Collect a few numbers for each example in one pass over a dataset, and count the examples without values.
 
-Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Texts and tokens are not kept: each
+Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept: each
 example needs about 100 bytes, and its sketch needs 256 bytes.
 """
 
@@ -26,7 +26,7 @@ from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import TrainerSettings
 
-#: Similarity from which the two completions of a pair are said to hardly differ.
+#: Minimum similarity of a pair's completions for the report to say that they hardly differ.
 ALIKE = 0.9
 #: Accepted values of a row's `label`, as lowercase text. CSV files contain only text, and pandas converts a column with gaps to
 #: floats.
@@ -39,7 +39,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Side:
-    """Numbers for one completion of each of n examples, such as all chosen completions.
+    """Numbers for one completion of each of n examples, for example all chosen completions.
 
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
@@ -74,7 +74,8 @@ class Coverage:
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         problems: (row number, reason) for the first hundred bad rows.
         dropped: number of examples that TRL drops because of max_length.
-        bare: number of examples without a prompt. Their first completion token is only context and has no value.
+        bare: number of examples without a prompt. In these examples, the first completion token is only context and has no
+            value.
     """
 
     rows: int = 0

@@ -76,9 +76,9 @@ class Content:
         at: the effect of the trainer's max_length.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
-        alike: (index of the pair, similarity) for the pairs to show that hardly differ, most similar first.
+        alike: (index of the pair, similarity) for the displayed pairs that hardly differ, most similar first.
         alike_count: total number of pairs that hardly differ.
-        shown: index of an example -> what the page shows of it.
+        shown: index of an example -> what the page displays for it.
         seconds: time that the report has taken so far.
     """
 

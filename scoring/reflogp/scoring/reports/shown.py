@@ -1,6 +1,6 @@
-"""Read the examples that a report shows: their texts, and the log-prob of each token as one of seven levels.
+"""Read the examples that a report shows: their text, and the log-prob of each token as one of seven levels.
 
-Each token becomes a separate text, in which invisible characters and direction controls are made visible.
+Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Piece:
         level: level of surprise, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
         note: the log-prob as text; empty if there is none.
         special: True if a symbol is displayed instead of the token's text.
-        differs: True if the pair's completions are compared and the other one lacks this token.
+        differs: True if the pair's two completions are compared and the other completion lacks this token.
     """
 
     text: str
@@ -183,7 +183,7 @@ def read_shown(
     snapshot: Snapshot,
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
-    """Read the texts and values of the given examples.
+    """Read the text and the values of the given examples.
 
     Args:
         places: indices in `collected` of the examples to show.

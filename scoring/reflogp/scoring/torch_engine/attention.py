@@ -1,4 +1,4 @@
-"""Choose a kernel and compute attention over packs (packing.py), in which each token attends to its own sequence only.
+"""Choose a kernel and compute attention over packs (packing.py), so that each token attends only to its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
 It supports the arguments that layers pass: scaling, sliding windows, soft caps and sinks.
@@ -73,7 +73,7 @@ class PackLayout:
         spans: (start, stop, number of keys shared with earlier branches) for each branch.
         layers_seen, windows_seen: number of calls to packed attention so far, and how many of them had a sliding window.
         kernels: names of the kernels that have been used.
-        declined: for each kernel that could not compute a layer, the reason, by kernel name.
+        declined: kernel name -> why the kernel could not compute a layer.
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = (), both_ways: bool = False) -> None:
@@ -212,7 +212,7 @@ _current = threading.local()
 
 @contextmanager
 def packed(layout: PackLayout) -> Iterator[None]:
-    """Make this thread's packed attention use `layout` while the block runs."""
+    """Set the layout that packed attention uses in this thread while the block runs."""
     _current.layout = layout
     try:
         yield
@@ -250,7 +250,7 @@ def packed_attention(
 
     Args:
         query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
-        attention_mask: must be None; the pack's layout is the mask.
+        attention_mask: must be None, because the pack's layout defines what each token attends to.
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
         sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
@@ -264,7 +264,7 @@ def packed_attention(
     Raises:
         UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or there is
             no current pack.
-        KernelFailedError: the chosen kernel raised an error other than out-of-memory.
+        KernelFailedError: the chosen kernel raised an error other than an out-of-memory error.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:

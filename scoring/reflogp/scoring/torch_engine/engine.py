@@ -1,8 +1,8 @@
 """Score token sequences with a frozen model on one device.
 
 The engine chooses the size of each forward pass and recovers when memory runs out. While the device computes a pass, the engine
-prepares the next pass and copies the results of the previous one. It works with token ids only and knows nothing about text,
-keys or stores.
+prepares the next pass and copies the results of the previous one. The engine works with token ids only and knows nothing about
+text, keys or stores.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the reason why this model cannot score a sequence, by index, for each sequence that it cannot score."""
+        """Return index -> reason for each sequence that this model cannot score."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -173,7 +173,7 @@ class TorchEngine:
             sequences: sequences without `problems`.
             skip: indices of sequences to skip.
             temperature: the logits are divided by this number.
-            before: called before each pass is launched, with the indices of its sequences.
+            before: called before each pass is launched, with the indices of the pass's sequences.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -190,17 +190,17 @@ class TorchEngine:
         engine for other work.
 
         Args:
-            groups: lists of sequences without `problems`. The sequences of a group are packed together, the longest first; with
-                a few thousand sequences per group, prefixes are shared and passes filled well. The iterator runs in one of the
-                engine's threads and must not block: yield an empty group when no sequences are available yet. The engine then
-                finishes and yields the pass in flight, or yields an empty list if there is none.
+            groups: lists of sequences without `problems`. The sequences of a group are packed together, the longest first;
+                groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in one of the engine's
+                threads and must not block: yield an empty group when no sequences are available yet. The engine then finishes
+                and yields the pass in flight, or yields an empty list if there is none.
             temperature: the logits are divided by this number.
-            before: called before each pass is launched, with the numbers of its sequences.
+            before: called before each pass is launched, with the numbers of the pass's sequences.
 
         Yields:
-            For each pass, a list of (number, outcome) with its sequences, which are numbered from 0 across all groups. The
-            outcome is token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone,
-            its values are not finite, or one of its images can no longer be read.
+            For each pass, a list of (number, outcome). Sequences are numbered from 0 across all groups. The outcome is
+            token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone, its values
+            are not finite, or one of its images can no longer be read.
 
         Raises:
             EngineError: a pass failed. The values of all earlier passes have been yielded.
@@ -257,7 +257,7 @@ class TorchEngine:
                     self._count_good_pass()
                 elif len(places) == 1:
                     del waiting[places[0]]
-                    problem = f"{unit.tokens} tokens do not fit in the memory of {self.device}, even alone; set a max_length"
+                    problem = f"{unit.tokens} tokens do not fit in the memory of {self.device} even alone; set a max_length"
                     yield [(places[0], problem)]
                 else:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)

@@ -135,8 +135,8 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the peak rate of square matrix products, in operations per second.
 
     The matrices are random because a GPU uses less power to multiply constants, and would then run faster than with a model's
-    weights. The best of several repeats of two sizes counts, because any disturbance only makes a product slower. The larger
-    size is skipped if, at the rate measured for the smaller size, it would take too long.
+    weights. The result is the best rate over several repeats of two sizes, because a disturbance can only make a product
+    slower. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:

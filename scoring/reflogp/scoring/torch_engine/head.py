@@ -24,8 +24,8 @@ _CPU_BLOCK = (1024, 4096)
 #: Number of elements of the output embedding that are cast at once on CUDA when the product has a different dtype (256 MiB in
 #: float32).
 _CAST_NUMBERS = 1 << 26
-#: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of it, so that no tile is computed only
-#: partly.
+#: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
+#: in full.
 _TILE = 128
 #: Number of rows of logits that are summed at once on a CPU: few enough for their float32 copy to stay in cache.
 _SUM_ROWS = 16

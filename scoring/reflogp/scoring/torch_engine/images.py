@@ -288,18 +288,18 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
-        return False, f"the model's decoder also gets {', '.join(others)}"
+        return False, f"the model's decoder also takes {', '.join(others)}, which a pack cannot provide"
     own = given.get("position_ids")
     if own is None:
         own = torch.arange(len(sequence))[None]
     own = own.reshape(-1, len(sequence)).cpu()
     if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
-        return False, "the positions of image tokens are not known"
+        return False, "the positions of image tokens differ from those in a pack"
     masks = given.get("attention_mask")
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "image tokens attend to other tokens than in a pack"
+    return False, "image tokens do not attend to the same tokens as in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:

@@ -78,7 +78,7 @@ def choose_device(device: str) -> torch.device:
     try:
         chosen = torch.empty(0, device=device).device  # has a device number, because each thread has its own current device
         if chosen.type not in ("cpu", "cuda"):
-            raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
+            raise EngineError(f"device {device!r}: this engine supports only cpu and cuda")
         return chosen
     except (RuntimeError, AssertionError) as error:
         why = first_line(error)
@@ -94,7 +94,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise EngineError(f"{adapter.folder} is an adapter: pip install peft") from error
+        raise EngineError(f"{adapter.folder} is an adapter, which needs peft: pip install peft") from error
     try:
         with memory_errors(device, f"the adapter {adapter.folder} was loaded"):
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
@@ -153,7 +153,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     if absent:
         raise EngineError(
             f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
-            f"({', '.join(absent[:3])}); they would be random"
+            f"({', '.join(absent[:3])}); they would be initialized randomly"
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)
@@ -180,7 +180,7 @@ def in_memory(model: Any) -> LoadedModel:
     """Prepare a transformers causal language model that is already in memory for scoring.
 
     This function switches the model to evaluation mode and turns off gradients for its parameters. All parameters must be on
-    one device and have one dtype.
+    the same device and have the same dtype.
     """
     first = next(model.parameters())
     return _described(_frozen(model), first.device, first.dtype, None)
@@ -222,9 +222,9 @@ def _unloadable(folder: Path) -> Iterator[None]:
 class _Weight:
     """A tensor in an open file, read when indexed. transformers treats it like a tensor or a safetensors slice.
 
-    Each tensor is read into its own memory. transformers would instead map the files into memory. Everything that was read
-    would then stay in memory until the last weight is loaded, a later write to a file would change the model, and a truncated
-    file would crash the process.
+    Each tensor is read into its own memory. transformers would instead map the files into memory. All weights that were read
+    would then stay in memory until the last one is loaded, a later write to a file would change the model, and a truncated file
+    would crash the process.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -237,7 +237,7 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Yield all tensors of a checkpoint's files by name. They can be read only while the block runs."""
+    """Yield all tensors of a checkpoint's files by name. The tensors can be read only while the block runs."""
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
@@ -256,7 +256,7 @@ def _take_out_of_files(model: Any) -> None:
 def forget_longest_pass(model: Any, limit: int) -> None:
     """Reset "dynamic" rotary embeddings to length `limit`, so that they suit the next pass instead of the longest pass so far.
 
-    Without this, transformers never shrinks them again after a pass that was longer than `limit`.
+    Without this reset, transformers never shrinks the embeddings again after a pass that was longer than `limit`.
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:

@@ -1,7 +1,7 @@
 """Plan how a model uses device memory, and recognize out-of-memory errors.
 
 The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The number of tokens
-that fit into one forward pass is only an estimate, so the engine halves this budget when memory runs out. Out-of-memory errors
+that fit into a forward pass can only be estimated, so the engine halves this budget when memory runs out. Out-of-memory errors
 from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
 """
 
@@ -106,7 +106,7 @@ def require_room(
         config: the checkpoint's transformers config.
         dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
         device: the model's device.
-        parameters: number of the model's parameters, or None if unknown. The files may contain more than is loaded.
+        parameters: number of the model's parameters, or None if unknown. The files may contain more weights than are loaded.
         alone: compare with the device's total memory, as if nothing else used it, instead of with the memory that is free now.
 
     The message says how much memory is needed, how much is free, and which options would work, if any.
@@ -119,7 +119,7 @@ def require_room(
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
         half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
-            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to another reference)")
+            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to a different reference)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if not alone and weights + pass_bytes <= _total_bytes(device):
@@ -186,7 +186,7 @@ def _spread(
             return (
                 "--engine vllm --tensor-parallel "
                 + str(count)
-                + (f" --dtype {plain} (its values belong to another reference)" if plain != dtype else "")
+                + (f" --dtype {plain} (its values belong to a different reference)" if plain != dtype else "")
                 + wanting
             )
         count *= 2
@@ -227,7 +227,7 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
 
     Args:
         device: the device that the block uses.
-        doing: words that follow "while" in the message, such as "the self-check ran".
+        doing: words to put after "while" in the error message, such as "the self-check ran".
     """
     try:
         yield

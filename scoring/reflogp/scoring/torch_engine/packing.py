@@ -1,10 +1,11 @@
 """Pack sequences into flat packs of tokens, so that a prefix shared by several sequences is computed only once.
 
-The functions of this module turn token ids into index arrays and need neither a model nor tensors.
+The functions in this module turn token ids into index arrays and need neither a model nor tensors.
 
-Sequences are sorted by their tokens, so that sequences with a common prefix (a prompt, the earlier turns of a dialogue, the
-beginning of a completion) are adjacent. Each sequence adds to the pack only the tokens after the prefix that it shares with the
-previous sequence. These added tokens are the sequence's branch. They attend to the sequence's whole path through the pack.
+Sequences are sorted by their tokens, so that sequences with a common prefix are adjacent. Such a prefix can be a prompt, the
+earlier turns of a dialogue, or the beginning of a completion. Each sequence adds to the pack only the tokens after the prefix
+that it shares with the previous sequence. These added tokens are the sequence's branch. They attend to the sequence's whole
+path through the pack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose how to score with a model (packed, padded or one sequence at a time) by running it when it is loaded."""
+"""Run a newly loaded model to decide how to score sequences with it: packed, padded or one at a time."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class SelfCheck:
         path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
         difference: root mean square difference between that path and a plain pass, in nats per token.
         tolerance: largest difference allowed, in nats per token.
-        rejected: for each path or attention kernel that is not used ("compiled" for compiled layers), the reason, by name.
+        rejected: name of each path or attention kernel that is not used ("compiled" for compiled layers) -> the reason.
         kernels: names of the attention kernels that the check used; every pack uses the same kernels.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
-        refused_kernels: attention kernels that no pass may use, because they raised an error, returned different values, or
-            were refused by the caller.
+        refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
+            values, or were refused by the caller.
     """
 
     path: Path
@@ -237,7 +237,7 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
-    return difference, f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+    return difference, f"differs from a plain pass, without packing, by {difference:.3g} nats per token (root mean square)"
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
@@ -262,7 +262,7 @@ def _try_compiled(
         forward.compile_layers(model)
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
-        problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
+        problem = None if difference <= tolerance else f"log-probs of compiled layers differ by {difference:.3g} nats per token"
     except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
@@ -294,7 +294,7 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 
 
 def _windowed_layers(config: Any) -> int:
-    """Return how many layers attend to less than the whole context, according to the config.
+    """Return how many layers do not attend to the whole context, according to the config.
 
     The self-check compares this number with the number of layers that pass a window to packed attention. Comparing values would
     not be enough: some layers have their window only in the mask, which packed attention replaces, and the sequences of the

@@ -85,7 +85,7 @@ class SequenceImages:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A prompt and a completion, whose tokens are scored.
+    """A prompt and a completion. The tokens of the completion are scored.
 
     Attributes:
         prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
@@ -162,7 +162,8 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
 
     Args:
         count: number of sequences.
-        problems: index -> reason, for each sequence that was not scored. Error messages in `outcomes` are added to it.
+        problems: index -> reason, for each sequence that was not scored. Error messages among `outcomes` are added to this
+            dictionary.
         outcomes: (index, outcome) for each of the other sequences, in any order.
 
     Raises:
@@ -192,7 +193,7 @@ def passes_over(
         sequences: sequences that the engine can score.
         skip: indices of sequences to skip.
         size: maximum number of sequences in a group.
-        before: called before the engine starts each pass, with the indices of its sequences.
+        before: called before the engine starts each pass, with the indices of the pass's sequences.
         flow: the engine's flow. It is called with the groups and with a callback that takes the numbers of each pass's
             sequences.
     """

@@ -1,4 +1,4 @@
-"""Define the requests to vLLM and its responses, and check that a response contains the completion's log-probs.
+"""Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
 
 The responses of both transports are checked here before their values are stored. The vLLM process and the engine exchange
 requests and responses as Arrow IPC streams. This module is imported in both environments, so it imports neither torch nor vLLM.
@@ -84,7 +84,7 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
     """Return True if the values are plausible log-probs of the completion: complete, finite, not positive and not cached.
 
     Args:
-        values: float32 array, or None.
+        values: float32 array, or None if the response contains no values.
         cached: number of tokens that vLLM read from its cache instead of computing them.
         sequence: the sequence that was scored.
     """

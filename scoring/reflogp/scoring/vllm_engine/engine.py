@@ -113,7 +113,7 @@ class Transport(Protocol):
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests at once; yield responses as they arrive. Requests with the same salt share a cache.
 
-        Raises, while responses are read: VllmEndedError: vLLM ended before it had answered all requests, but can be restarted.
+        Raises, while responses are read: VllmEndedError: vLLM ended before it had answered all requests. It can be restarted.
         EngineError: the remaining requests will get no response.
         """
 
@@ -144,8 +144,8 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: provenance of a server's weights, which reflogp cannot read (see `server.check_claim`). Empty for a local
-            process.
+        claim: provenance of a server's weights, which reflogp cannot read (see `server.check_claim`). Empty if vLLM runs as a
+            local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -167,7 +167,7 @@ class VllmEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the reason why vLLM cannot score a sequence, by index, for each sequence that it cannot score."""
+        """Return index -> reason for each sequence that vLLM cannot score."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -183,9 +183,9 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass. Sequences with common prefixes are scored next to each other.
+        """Yield a list of (index, outcome) for each pass. Sequences with common prefixes are sent one after another.
 
-        `before` is called before each pass is sent, with the indices of its sequences.
+        `before` is called before each pass is sent, with the indices of the pass's sequences.
 
         Raises:
             EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens only at temperature 1), or vLLM
@@ -335,7 +335,7 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Indices of sequences to send together, and the cache salt with which their requests share a cache."""
+    """Indices of sequences to send together, and the salt of the cache that their requests share."""
 
     indices: list[int]
     salt: str

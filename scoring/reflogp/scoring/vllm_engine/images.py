@@ -76,7 +76,7 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM's tokens differ."""
+        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM generates other tokens."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -149,7 +149,7 @@ class ImagePrompts:
 
 
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
-    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM's token ids for the image differ.
+    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM's token ids differ.
 
     Args:
         ids: token ids of the sequence, in which image tokens have the id of the model's image token.

@@ -42,13 +42,14 @@ ALLOWED = frozenset(
 #: Model families (`model_type`) for which vLLM's values with images agree with transformers'. The tests in tests/vllm compare
 #: them.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
-#: What vLLM needs for images -> names of the files that can provide it. The model's folder must contain one of these files.
+#: What vLLM needs for images -> names of the files that can provide it. The model's folder must contain at least one of these
+#: files.
 _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
 #: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
-WRONG = {"gemma3": "vLLM's build for CPUs lets the tokens of a gemma3 model's image attend in one direction only, not in both"}
+WRONG = {"gemma3": "in vLLM's CPU build, the tokens of a gemma3 model's image attend in one direction only, not in both"}
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -118,7 +119,7 @@ def vllm_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
-        "max_model_len": -1,  # the longest sequences that the model allows and that fit in the cache
+        "max_model_len": -1,  # the maximum that the model allows and that fits in the cache
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tensor_parallel,
@@ -130,7 +131,7 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the adapted modules. Otherwise vLLM prepares for an adapter on the head, and then confuses a prompt's rows with
+        # Name the adapted modules. Otherwise, vLLM prepares for an adapter on the head and then confuses a prompt's rows with
         # requests.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
@@ -154,7 +155,7 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
-        return " with features of several layers"
+        return " with image features from several layers"
     rope = config.get("text_config", {})
     rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
     # transformers always interleaves; vLLM does so only if the config says so.

@@ -32,8 +32,7 @@ _WAITING = 2
 #: Fraction of the cache that all requests in flight may need together. If the cache were full, vLLM would preempt and restart a
 #: request, and the restarted request could read cache blocks that it had written itself.
 _ROOM = 0.9
-#: Lengths of the sequences that are scored in one batch at startup. There are several, because some problems do not occur with
-#: a single sequence.
+#: Lengths of the sequences that are scored in one batch at startup. Some problems do not occur with a single sequence.
 _PROBES = (4, 40, 9)
 #: Number of tokens after an image that are scored at startup, and the maximum difference between their values with and without
 #: the cache.

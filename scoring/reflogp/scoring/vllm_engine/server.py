@@ -128,7 +128,7 @@ class VllmServer:
     def __init__(self, place: ServerPlace) -> None:
         url = place.url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {place.url}: use the address of a running vllm serve, as http://HOST:PORT")
+            raise UsageError(f"--url {place.url}: use the address of a running vllm serve, such as http://HOST:PORT")
         self._place = place
         self._http = httpx.Client(
             base_url=url,
