@@ -24,7 +24,7 @@ using Floats = at::vec::Vectorized<float>;
 // exponential; weights are summed before they are rounded). The two kernels' values therefore differ only in the order of sums.
 constexpr int64_t kKeys = 512;
 constexpr int64_t kRows = 128;            // queries times heads in a task
-constexpr int64_t kKeysAtOnce = 1 << 13;  // maximum number of keys with reordered copies in memory, unless a single branch has more
+constexpr int64_t kKeysAtOnce = 1 << 13;  // limit of keys with reordered copies in memory; a single branch may exceed it
 // The shapes of matrix products are rounded up, because oneDNN generates and caches code for each new shape.
 constexpr int64_t kRowStep = 16, kKeyStep = 32;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -63,7 +63,7 @@ struct Call {
   int64_t window;  // number of keys that a query attends to; 0 for all
 };
 
-// Distributes the indices 0 … count - 1 over threads. Each thread calls `work` once, and its result with each index that it takes.
+// Distributes the indices 0 … count - 1 over threads. Each thread calls `work` once, then the result for each index it takes.
 template <typename Work>
 void share_out(int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
