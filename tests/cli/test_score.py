@@ -139,7 +139,8 @@ def test_masked_rows_are_neither_looked_up_nor_kept(client):
 
 
 @pytest.mark.parametrize(
-    ("mask", "said"), [([1] * 20, "20 entries for 21 tokens"), ([2] * 21, "other entries"), ([0] * 21, "hides every token")]
+    ("mask", "said"),
+    [([1] * 20, "20 entries for 21 tokens"), ([2] * 21, "entries other than 0 and 1"), ([0] * 21, "hides every token")],
 )
 def test_a_mask_that_fits_no_row_is_named(client, mask, said):
     prompts, completions = sequences(2, seed=8)

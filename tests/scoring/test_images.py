@@ -285,12 +285,11 @@ def test_the_layout_of_a_decoder_is_recognised_and_others_are_refused():
         {**both, "chunked_attention": image[None, None]},
         torch.ones(1, 8),
     ):
-        assert "attend to other tokens" in a_layout(attention_mask=masks)[1]
+        assert "do not attend to the same tokens" in a_layout(attention_mask=masks)[1]
     assert "positions" in a_layout(position_ids=torch.arange(8)[None] // 2)[1]
     assert "positions" in a_layout(position_ids=torch.arange(8).expand(3, 1, 8))[1]
-    assert (
-        a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1] == "the model's decoder also gets per_layer_inputs"
-    )
+    lacking = a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1]
+    assert lacking == "the model's decoder also takes per_layer_inputs, which a pack cannot provide"
 
 
 def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):

@@ -113,7 +113,7 @@ def test_each_form_of_an_answer_is_read():
 )
 def test_an_answer_that_lacks_a_value_is_none(form, answer):
     assert values(form, answer, REQUEST) is None
-    assert "gave no log-probs" in problem_of_answer(None)
+    assert "returned no log-probs" in problem_of_answer(None)
 
 
 def test_what_a_server_is_asked():
@@ -197,7 +197,7 @@ def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(r
     transport = Fragile(str(reference_folder), lambda s: s.ids().tolist() == sequences[poison].ids().tolist())
     engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
     found = dict(engine.stream(sequences))
-    assert "ended 2 times while it scored this sequence alone" in found.pop(poison)
+    assert "ended 2 times while it was scoring this sequence alone" in found.pop(poison)
     assert len(found) == 59
     expected = TorchEngine(str(reference_folder), "float32", compile_layers=False).score(sequences)
     assert all(np.abs(found[at] - expected[at]).max() <= 1e-5 for at in found)
@@ -206,7 +206,7 @@ def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(r
 
 def test_a_vllm_that_always_ends_is_given_up(reference_folder):
     engine = VllmEngine(Fragile(str(reference_folder), lambda _: True), describe_reference(str(reference_folder), "float32"))
-    with pytest.raises(EngineError, match="gave no value in between"):
+    with pytest.raises(EngineError, match="without returning a value"):
         engine.score(random_sequences(20))
 
 
@@ -273,10 +273,10 @@ def one_direction(config):
         ("Idefics 3", None, None),
         ("LLaVA", None, None),
         ("LLaVA", wide_tower, "llava models with a vision tower of siglip_vision_model"),
-        ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "features of several layers"),
+        ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "image features from several layers"),
         ("Qwen3-VL", one_direction, "without mrope_interleaved"),
         ("Gemma 3", None, "gemma3 model's image attend in one direction only"),
-        ("InternVL", None, "not compared with transformers' for internvl models"),
+        ("InternVL", None, "not been compared with transformers' for internvl models"),
     ],
 )
 def test_which_models_vllm_is_asked_for_images_of(tmp_path, family, change, reason):

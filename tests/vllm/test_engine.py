@@ -90,7 +90,7 @@ def test_what_cannot_be_scored_is_named(engine):
     ]
     with pytest.raises(InvalidSequencesError) as caught:
         engine.score([good, *bad])
-    words = ["outside the model's vocabulary", "prompt is empty", "completion is empty", "room for 2047", "padded batch"]
+    words = ["outside the model's vocabulary", "prompt is empty", "completion is empty", "at most 2047", "padded batch"]
     assert all(word in caught.value.problems[at + 1] for at, word in enumerate(words))
     assert len(caught.value.results[0]) == 2
     with pytest.raises(EngineError, match="temperature"):

@@ -151,7 +151,7 @@ def test_an_image_whose_tokens_vllm_would_not_make_is_refused(idefics3):
     between = next(at for at in range(places[0], places[-1]) if ids[at] < FIRST_IMAGE_ID)
     ids[between] += 1
     changed = Sequence(ids, sequence.completion_ids, images=sequence.images)
-    with pytest.raises(InvalidSequencesError, match="other tokens of an image") as caught:
+    with pytest.raises(InvalidSequencesError, match="different tokens for an image") as caught:
         engine.score([changed, other])
     assert list(caught.value.problems) == [0] and len(caught.value.results[1])
 
@@ -177,7 +177,7 @@ def test_an_image_processor_with_other_settings_is_refused(idefics3, tmp_path):
     sequences = engine_sequences(tmp_path, [pair("what is it?", [picture(1)]), pair("no picture", [])])
     problems = engine.problems(sequences)
     assert list(problems) == [0, 1]
-    assert "other settings" in problems[0] and "use --engine torch" in problems[0]
+    assert "different settings" in problems[0] and "use --engine torch" in problems[0]
 
 
 def test_a_file_that_changes_leaves_out_its_rows_alone(idefics3, tmp_path):

@@ -1,1 +1,1 @@
-"""Make the page of `reflogp report` about a scored dataset, from its tokens and stored values alone; no model is loaded."""
+"""Build the page that `reflogp report` writes about a scored dataset, from tokens and stored values; no model is loaded."""

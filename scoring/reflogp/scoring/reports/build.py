@@ -1,7 +1,7 @@
-"""Write the report of `reflogp report`: a self-contained page about a scored dataset, and its charts as PNG.
+"""Write the output of `reflogp report`: a self-contained page about a scored dataset, and its charts as PNG files.
 
-`write_report` reads the dataset twice: first for numbers, then for the few examples that are shown. It loads no model and
-writes nothing into the store.
+`write_report` reads the dataset twice: first to compute numbers, then to get the few examples to show. It loads no model and
+does not write to the store.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from reflogp.store.files import write_atomically
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: Number of examples shown for each kind of outlier, for pairs that hardly differ, and for near repeats.
+#: Maximum number of examples to show for each kind of outlier, for pairs that hardly differ, and for near duplicates.
 _SHOWN = 4
-#: Share of examples that the suggested max_length (`max_length_for_share`) leaves whole.
+#: Fraction of examples that the suggested max_length (`max_length_for_share`) must not cut.
 _MOST = 0.99
 
 
@@ -40,31 +40,32 @@ class ReportSummary:
     """The results of a report.
 
     Attributes:
-        rows: rows read.
-        examples: tokenised examples: one per row, or two where pairs are unpaired for KTO.
-        with_values: examples with log-probs.
-        missing: examples that the snapshot has no log-probs for.
-        missing_row_numbers: row numbers of the first hundred missing examples, counted from 0.
-        bad_rows: rows that cannot be used.
-        bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: examples that TRL drops under max_length.
+        rows: number of rows read.
+        examples: number of tokenized examples: one per row, or two if pairs are split for KTO.
+        with_values: number of examples with log-probs.
+        missing: number of examples for which the snapshot has no log-probs.
+        missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
+        bad_rows: number of rows that cannot be used.
+        bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
+        dropped_rows: number of examples that TRL drops because of max_length.
         coverage: with_values / (with_values + missing + bad_rows).
-        accuracy: share of pairs whose chosen sum is above the rejected sum; None for KTO and when no pair has values.
-        accuracy_per_token: share of pairs whose chosen has the higher mean per token; None for KTO and when no pair has values.
-        exact_duplicates: see `exact` of `duplicates.Duplicates`.
-        contrary: see `duplicates.Duplicates`.
-        identical: see `duplicates.Duplicates`.
-        near_duplicates: see `near` of `duplicates.Duplicates`.
-        alike: pairs whose completions hardly differ but are not identical.
-        outliers: name of the rule -> number of examples.
-        truncation: one entry for each max_length; see `truncation.Cut`.
-        findings: the findings at the top of the page: `kind` ("mend", "look", "fact" or "good") and `text`.
-        seconds: wall time.
-        reference_id: reference of the values, 32 hex digits.
-        snapshot: number of the snapshot.
+        accuracy: fraction of pairs whose chosen completion has the higher sum; None for KTO or if no pair has values.
+        accuracy_per_token: fraction of pairs whose chosen completion has the higher mean per token; None for KTO or if no pair
+            has values.
+        exact_duplicates: number of exact duplicates (`Duplicates.exact`).
+        contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
+        identical: number of pairs whose completions are the same (`Duplicates.identical`).
+        near_duplicates: estimated number of near duplicates (`Duplicates.near`).
+        alike: number of pairs whose completions hardly differ but are not identical.
+        outliers: kind of outlier -> number of examples.
+        truncation: effect of each compared max_length (see `truncation.Cut`).
+        findings: the findings at the top of the page, with `kind` ("mend", "look", "fact" or "good"), `text` and `command`.
+        seconds: elapsed time.
+        reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
+        snapshot: number of the snapshot that the values were read from.
         store: URI of the store.
         output: path of the page.
-        files: file names in the report's folder.
+        files: names of the files that were written to the report's folder.
     """
 
     rows: int = 0
@@ -120,12 +121,17 @@ def write_report(
     """Write `output`/index.html and the charts.
 
     Args:
+        dataset: the tokenized dataset.
+        snapshot: the snapshot to read values from.
+        output: folder for the report.
         settings: the trainer's max_length and truncation_mode.
-        score: the command line that scores the missing rows, which the page quotes.
-        model: the user's name for the model.
+        score: command that scores the missing rows; the page shows it.
+        model: model name or path as the user gave it.
+        watcher: callbacks that report progress.
 
     Raises:
-        UsageError: bad settings, a dataset that cannot be used, or an output folder with other content than a report.
+        UsageError: the settings are invalid, the dataset cannot be used, or the output folder contains something other than a
+            report.
     """
     started = time.monotonic()
     source, max_length, truncation_mode = dataset.source, settings.max_length, settings.truncation_mode
@@ -135,7 +141,7 @@ def write_report(
     collected = collect(dataset, snapshot, settings, watcher)
     if not len(collected.rows):
         row, problem = collected.coverage.problems[0]
-        raise UsageError(f"{source.name} has no row that can be used, so there is nothing to report; row {row}: {problem}")
+        raise UsageError(f"{source.name} has no row that can be used, so there is nothing to report. Row {row}: {problem}")
 
     figures = make_figures(collected, truncation_mode)
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
@@ -180,7 +186,7 @@ def write_report(
         shown,
         time.monotonic() - started,
     )
-    source.check_unchanged()  # the dataset was read twice: for numbers, then for the shown texts
+    source.check_unchanged()  # the dataset was read twice and must not have changed in between
     with write_atomically(folder / PAGE_NAME) as partial:
         partial.write_text(render_page(content), encoding="utf-8", errors="replace")
     charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)
@@ -215,7 +221,7 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (index in `collected`, similarity) of the pairs that hardly differ but are not identical, most similar first."""
+    """Return (index in `collected`, similarity) for pairs that hardly differ but are not identical, most similar first."""
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

@@ -1,6 +1,6 @@
-"""Draw the common parts of SVG charts: frame with title and description, grid, axes with round numbers, coordinates.
+"""Draw the common parts of SVG charts: the frame with title and description, the grid, and axes with round numbers.
 
-The stylesheet sets colours and fonts, by class.
+The stylesheet sets colors and fonts by class.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from markupsafe import Markup
 
 from reflogp.store.texts import short_number
 
-#: Stylesheet of reports and of a service's pages, charts included.
+#: Stylesheet for reports and for the pages of a service, including their charts.
 STYLE = Path(__file__).parent / "templates" / "style.css"
 
-#: Size and margins of a chart in SVG units; the page scales the chart. The plot lies inside the margins.
+#: Size and margins of a chart, in SVG units. The plot is inside the margins, and the page scales the chart.
 WIDTH, HEIGHT = 400.0, 180.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 26.0, 10.0, 42.0
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
-    """Return a chart around a plot.
+    """Return a chart: a plot with a title and a description.
 
     Args:
-        name: name of the chart, unique in the page; letters, digits and hyphens.
+        name: name of the chart, unique within the page; letters, digits and hyphens.
         title: title of the chart.
-        described: description of the chart's content, for readers who do not see it.
-        plot: SVG elements of the plot.
+        described: description of the chart for screen readers.
+        plot: SVG elements that form the plot.
     """
     return Markup(
         '<svg class="chart" role="img" viewBox="0 0 {:.0f} {:.0f}" aria-labelledby="{name}-title {name}-desc">'
@@ -38,12 +38,12 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
 
 
 def message(text: str) -> Markup:
-    """Return a text to show in place of an empty plot."""
+    """Return the SVG for a message that is shown instead of an empty plot."""
     return Markup('<text class="message" x="{}" y="{}">{}</text>').format(WIDTH / 2, HEIGHT / 2, text)
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal lines with their numbers; the line of a tick at or below `low` is the axis."""
+    """Return horizontal grid lines with their numbers; the line for a tick at or below `low` is drawn as the axis."""
     return Markup("").join(
         Markup(
             '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'
@@ -53,7 +53,7 @@ def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float
 
 
 def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
-    """Return the ticks and numbers below the plot, and their unit."""
+    """Return the x axis below the plot: ticks, their numbers, and the unit."""
     floor = TOP + PLOT_HEIGHT
     shown = [tick for tick in ticks if low <= tick <= high]
     marks = Markup("").join(
@@ -66,7 +66,7 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return evenly spaced round numbers: the first at or below `low`, the last at or above `high`."""
+    """Return about `about` evenly spaced round numbers, from one at or below `low` to one at or above `high`."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -77,20 +77,20 @@ def round_ticks(low: float, high: float, about: int, whole: bool = False) -> lis
 
 
 def x_at(value: float, low: float, high: float) -> float:
-    """Return a value's x coordinate between the left and the right of the plot."""
+    """Return the x coordinate of a value; `low` and `high` are at the left and right edges of the plot."""
     return LEFT + PLOT_WIDTH * (value - low) / (high - low)
 
 
 def y_at(value: float, low: float, high: float) -> float:
-    """Return a value's y coordinate between the bottom and the top of the plot."""
+    """Return the y coordinate of a value; `low` and `high` are at the bottom and top edges of the plot."""
     return TOP + PLOT_HEIGHT * (1 - (value - low) / (high - low))
 
 
 def written(place: float) -> str:
-    """Format a coordinate."""
+    """Format a coordinate for SVG."""
     return f"{place:.2f}".rstrip("0").rstrip(".")
 
 
 def plain(value: float) -> str:
-    """Format an edge or a tick."""
+    """Format the number at a bar's edge or at a tick."""
     return short_number(0.0 if abs(value) < 1e-12 else value)

@@ -1,7 +1,7 @@
-"""Write a report's charts as PNG files, and check the folder that a report is written to.
+"""Write a report's charts as PNG files, and check the folder that the report is written to.
 
-The page itself has the charts as SVG; the PNG files are for slides and issues. The folder must be new, empty or an earlier
-report: a folder with any other content must never be changed.
+The page itself contains the charts as SVG; the PNG files are for slides and issues. The folder must be new, be empty or contain
+an earlier report. A folder with any other content must never be changed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from reflogp.store.files import write_atomically
 
 _COLOURS = ("#1f5fae", "#c4601d", "#6b7280")
 _SIZE, _DPI = (7.2, 4.0), 110
-#: Names of all files that a report may write into its folder in addition to the page.
+#: Names of all files, other than the page, that a report may write to its folder.
 PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png")
 
 
 def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> list[str]:
-    """Write one file for each figure that is not None; return the file names.
+    """Write one PNG file for each figure that is not None; return the file names.
 
     Args:
         heading: the dataset's name, printed above each chart.
-        marked: the max_length that the truncation chart marks.
+        marked: the max_length to mark in the truncation chart.
     """
     draw: dict[str, Callable[[Any], None]] = {}
     if figures.logps is not None:
@@ -48,7 +48,7 @@ def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> lis
         paint(figure.add_subplot())
         figure.suptitle(heading, fontsize=9, color="#555e69", parse_math=False)
         with write_atomically(folder / name) as unfinished, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may have letters that the font lacks
+            warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may contain letters that the font lacks
             FigureCanvasAgg(figure).print_png(str(unfinished))
     return list(draw)
 
@@ -86,31 +86,31 @@ def _truncation(axes: Any, curve: Curve, marked: int) -> None:
 
 
 PAGE_NAME = "index.html"
-#: Mark in the head of every report's page, by which an earlier report is recognised.
+#: Tag in the head of every report's page, which identifies an earlier report.
 MARK = '<meta name="generator" content="reflogp report">'
 _HEAD_BYTES = 2048
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError unless the folder does not exist, is empty, or holds only an earlier report."""
+    """Raise UsageError unless the folder does not exist yet, is empty, or contains only an earlier report."""
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
-        raise UsageError(f"the output {folder} is a file, but a report is a folder")
-    # A report that was killed leaves .partial files.
+        raise UsageError(f"the output {folder} is a file, but a report needs a folder")
+    # A report that was killed may leave .partial files.
     names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
     is_report = _is_report(folder / PAGE_NAME)
     other = sorted(names - {*PNG_NAMES, PAGE_NAME} if is_report else names)
     if not other:
         return
     raise UsageError(
-        f"the folder {folder} holds {other[0]}, which is not part of a report; nothing was changed. Give an empty folder, or "
+        f"the folder {folder} contains {other[0]}, which is not part of a report; nothing was changed. Use an empty folder, or "
         "the folder of an earlier report"
     )
 
 
 def forget_other_charts(folder: Path, written: list[str]) -> None:
-    """Remove the charts of an earlier report that this report did not write."""
+    """Remove charts of an earlier report that the new report does not have."""
     for name in set(PNG_NAMES) - set(written):
         (folder / name).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""Collect a few numbers of each example in one pass over a dataset, and count the examples without values.
+"""Collect a few numbers for each example in one pass over a dataset, and count the examples without values.
 
-Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. No text and no tokens are kept: an
-example takes about 100 bytes, and its sketch takes 256.
+Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept: each
+example needs about 100 bytes, and its sketch needs 256 bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import TrainerSettings
 
-#: Completions of a pair with at least this similarity hardly differ.
+#: Minimum similarity of a pair's completions for the report to say that they hardly differ.
 ALIKE = 0.9
-#: Accepted values of a row's `label` in lower-case text; CSV has text only, and pandas turns a column with gaps into floats.
+#: Accepted values of a row's `label`, as lowercase text. CSV files contain only text, and pandas converts a column with gaps to
+#: floats.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
@@ -38,13 +39,13 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Side:
-    """One completion of each of n examples.
+    """Numbers for one completion of each of n examples, for example all chosen completions.
 
     Attributes:
-        lengths: tokens of the whole completion, int32 (n,).
-        tokens: number of its tokens whose values are summed under the trainer's settings, int32 (n,).
-        sums: sum of these values in nats, float64 (n,); NaN for an example that is not usable.
-        lowest: the smallest of these values, float64 (n,); NaN for an example that is not usable.
+        lengths: number of tokens in the whole completion, int32 (n,).
+        tokens: number of tokens of the completion that count under the trainer's settings, int32 (n,).
+        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN for an example that is not usable.
+        lowest: lowest log-prob of these tokens, float64 (n,); NaN for an example that is not usable.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -55,7 +56,7 @@ class Side:
     keys: npt.NDArray[np.uint64]
 
     def means(self) -> npt.NDArray[np.float64]:
-        """Return the mean log-prob per token, float64 (n,)."""
+        """Return each completion's mean log-prob per token, float64 (n,)."""
         return self.sums / np.maximum(self.tokens, 1)
 
 
@@ -63,15 +64,18 @@ class Side:
 class Coverage:
     """Counts of a dataset's examples with and without values.
 
-    `examples` is with_values + missing + dropped + the bad examples that could be tokenised.
-
     Attributes:
-        rows: rows read. A row is one example; a pair that is unpaired for KTO is two.
-        missing: examples whose values the snapshot lacks; missing_row_numbers has the rows of the first hundred.
-        bad_rows: rows that cannot be read or tokenised, have an empty completion or have damaged values.
-        problems: (row number, reason) of the first hundred bad rows.
-        dropped: examples that TRL drops under max_length.
-        bare: examples without a prompt, whose first completion token is context and has no value.
+        rows: number of rows read.
+        examples: number of tokenized examples, which is with_values + missing + dropped + the bad examples that could be
+            tokenized. A row is one example, or two if pairs are split for KTO.
+        with_values: number of examples with log-probs.
+        missing: number of examples for which the snapshot has no values.
+        missing_row_numbers: row numbers of the first hundred missing examples.
+        bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
+        problems: (row number, reason) for the first hundred bad rows.
+        dropped: number of examples that TRL drops because of max_length.
+        bare: number of examples without a prompt. In these examples, the first completion token is only context and has no
+            value.
     """
 
     rows: int = 0
@@ -85,24 +89,26 @@ class Coverage:
     bare: int = 0
 
     def share(self) -> float:
-        """Return the share with values of the examples that are not dropped; a bad row counts as one missing example."""
+        """Return the fraction of examples that have values, not counting dropped examples; a bad row counts as one example."""
         wanted = self.with_values + self.missing + self.bad_rows
         return self.with_values / wanted if wanted else 0.0
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Numbers of n examples, in the dataset's order.
+    """Numbers for n examples, in the dataset's order.
 
     Attributes:
         rows: each example's row number, int64 (n,).
         usable: True for examples with values, bool (n,).
-        prompts: number of tokens of each prompt, int32 (n,).
-        sides: completions by name: "chosen" and "rejected", or "completion".
-        shared: number of leading tokens that chosen and rejected share, int32 (n,); None without pairs.
-        similarity: similarity of chosen and rejected, float32 (n,), 0 below ALIKE; None without pairs.
+        prompts: number of tokens in each prompt, int32 (n,).
+        sides: numbers for the completions, by name: "chosen" and "rejected", or "completion".
+        shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
+            pairs.
+        similarity: similarity of chosen and rejected, float32 (n,), or 0 if it is below ALIKE; None if the examples are not
+            pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
-        sketches: MinHash sketches, to find near repeats.
+        sketches: MinHash sketches for finding near duplicates.
         coverage: counts of examples with and without values.
     """
 
@@ -130,9 +136,9 @@ def collect(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
-    """Read a dataset once and look up its values.
+    """Read a dataset once, look up its values, and return numbers for each example.
 
-    Raises UsageError or another ReflogpError for settings or data that cannot be used.
+    Raises UsageError or another ReflogpError if the settings or the data cannot be used.
     """
     coverage, sketches = Coverage(), Sketches()
     parts: list[dict[str, npt.NDArray[Any]]] = []
@@ -171,7 +177,7 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that keeps its result, so that token values are read without a second lookup after the sums."""
+    """A lookup that keeps its result, so that token values can be read after the sums without a second lookup."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -189,7 +195,7 @@ def _numbers(
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return a window's columns, and add its counts to `coverage`.
+    """Return the numbers for a window of rows, and add the window's counts to `coverage`.
 
     Rows with an empty completion or damaged values are added to `problems`.
     """
@@ -232,7 +238,7 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the smallest summed value of each example by token column, float64 (n,); 0 for an example without values."""
+    """By token column, return the lowest log-prob that counts in each example, float64 (n,); 0 if an example has no values."""
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)
@@ -243,7 +249,7 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """Return KTO labels. The two examples of an unpaired pair are adjacent, with chosen first."""
+    """Return KTO labels. When pairs are split, the two examples of a pair are adjacent, with chosen first."""
     found = []
     for at, columns in enumerate(rows):
         if "completion" in columns or "chosen" not in columns:
@@ -254,5 +260,5 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
         elif at and numbers[at - 1] == numbers[at]:
             found.append(0)
         else:
-            found.append(NO_LABEL)  # its pair's other example could not be tokenised, so it may be chosen or rejected
+            found.append(NO_LABEL)  # the pair's other example could not be tokenized, so this one may be either
     return found

@@ -1,4 +1,4 @@
-"""Find repeated examples: exact repeats (by key), repeats with the opposite preference, and near repeats (by sketch)."""
+"""Find exact duplicates and duplicates with the opposite preference (by key), and near duplicates (by sketch)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Uint64s = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Counts of repeated examples.
+    """Counts of duplicate examples.
 
     Attributes:
-        exact: examples that repeat an earlier one token for token, with the same label.
-        contrary: examples that also occur with the opposite preference: chosen and rejected swapped, or the other label.
-        identical: pairs whose chosen and rejected are the same sequence.
-        near: examples that nearly repeat an earlier one, by estimate, and are not exact repeats.
-        near_pairs: the most similar near repeats, each with the example that it nearly repeats.
-        sketched: number of examples, from the first on, that were compared for near repeats.
+        exact: number of examples that repeat an earlier example token for token, with the same label.
+        contrary: number of examples that also occur with the opposite preference, that is, with chosen and rejected swapped or
+            with the opposite label.
+        identical: number of pairs whose chosen and rejected sequences are the same.
+        near: estimated number of examples that nearly repeat an earlier example, not counting exact duplicates.
+        near_pairs: the most similar near duplicates, each with the earlier example that it nearly repeats.
+        sketched: number of examples, starting with the first, that were searched for near duplicates.
     """
 
     exact: int
@@ -37,7 +38,7 @@ class Duplicates:
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Count repeats over all examples, and return up to `shown` near pairs with the counts."""
+    """Count duplicates among all examples; return the counts and up to `shown` near duplicates."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys
@@ -63,13 +64,13 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
 
 
 def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Leave out pairs with the same completions in another order or with another label, which `contrary` counts."""
+    """Drop near pairs with the same completions in a different order or with a different label; `contrary` counts these."""
     keys = [side.keys for side in collected.sides.values()]
     return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]
 
 
 def _mixed(first: Uint64s, second: Uint64s) -> Uint64s:
-    """Return one hash for two numbers in order; two different pairs of numbers collide with probability 2**-64."""
+    """Hash two numbers, in order, to one number; different pairs of numbers collide with probability 2**-64."""
     mixed = (first ^ (first >> np.uint64(31))) * _MIX + second
     result: Uint64s = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return result

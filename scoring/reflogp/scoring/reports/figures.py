@@ -1,7 +1,7 @@
-"""Compute the numbers of a report's charts, and what the reference prefers.
+"""Compute the data for a report's charts, and what the reference prefers.
 
-Charts are drawn twice from the same numbers: as SVG in the page and as PNG files next to the page. The preferences are between
-chosen and rejected, desirable and undesirable, and shorter and longer completions.
+The same data is drawn twice: as SVG in the page and as PNG files next to the page. Preferences are measured between chosen and
+rejected, between desirable and undesirable, and between shorter and longer completions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from reflogp.scoring.reports.collect import NO_LABEL, Collected
 from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
-#: Bars end this many standard deviations (estimated by the median absolute deviation) from the median; values outside of the
-#: bars are counted in the first and the last bar.
+#: Bars extend this many standard deviations (estimated from the median absolute deviation) on both sides of the median. Values
+#: farther away are counted in the first and last bars.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
 _CURVE_POINTS = 48
-#: Minimum number of completions in a column of the length chart for which its median is drawn.
+#: Minimum number of completions in a column of the length chart for the column's median to be drawn.
 _MEDIAN_OF = 5
 
 Floats = npt.NDArray[np.float64]
@@ -30,14 +30,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Histograms:
-    """Histograms of several series over the same edges.
+    """Histograms of several series with the same bar edges.
 
     Attributes:
-        edges: edges of the bars; there is one more edge than bars.
-        counts: series -> counts.
-        medians: series -> median of its values.
-        beyond: number of values outside the edges, which are counted in the first and the last bar.
-        zero: True if zero separates good values from bad values.
+        edges: edges of the bars, one more than there are bars.
+        counts: series name -> number of values in each bar.
+        medians: series name -> median of the values.
+        beyond: number of values outside the edges; these values are counted in the first and last bars.
+        zero: whether to mark zero, because it separates good values from bad ones.
     """
 
     title: str
@@ -51,14 +51,14 @@ class Histograms:
 
 @dataclass(frozen=True)
 class Density:
-    """A two-dimensional histogram of completions, by length and mean log-prob.
+    """A two-dimensional histogram of completions by length and mean log-prob.
 
     Attributes:
-        lengths: edges of the columns, log2 of tokens.
-        means: edges of the rows, nats per token.
-        counts: completions in each cell, (columns, rows).
-        medians: median of the means in each column; None for a column of few completions.
-        correlation: Spearman's rank correlation of length and mean log-prob.
+        lengths: edges of the columns, as log2 of the number of tokens.
+        means: edges of the rows, in nats per token.
+        counts: number of completions in each cell, (columns, rows).
+        medians: median of the mean log-probs in each column; None for a column with too few completions.
+        correlation: Spearman's rank correlation between length and mean log-prob.
     """
 
     lengths: list[float]
@@ -70,7 +70,7 @@ class Density:
 
 @dataclass(frozen=True)
 class Curve:
-    """Shares by max_length: series -> one share per max_length."""
+    """Values of max_length; `shares` maps each series name to one fraction per max_length."""
 
     max_lengths: list[int]
     shares: dict[str, list[float]]
@@ -78,7 +78,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """The data of all charts; None for a chart without values, and for the margins of KTO examples."""
+    """The data for all charts. Charts that need log-probs are None if there are none; margin charts are None for KTO."""
 
     logps: Histograms | None
     margins: Histograms | None
@@ -88,7 +88,7 @@ class Figures:
 
 
 def make_figures(collected: Collected, truncation_mode: str) -> Figures:
-    """Compute the data of all charts of a dataset."""
+    """Compute the data for all charts of a dataset."""
     good = collected.usable
     truncation = _curve(collected.lengths(), truncation_mode)
     if not good.any():
@@ -108,8 +108,8 @@ def make_figures(collected: Collected, truncation_mode: str) -> Figures:
     per_token = {"pairs": (chosen.means() - rejected.means())[good]}
     return Figures(
         logps,
-        _histograms("Margin: log-prob of chosen minus rejected, sums", "nats", margins, zero=True),
-        _histograms("Margin per token: means instead of sums", "nats per token", per_token, zero=True),
+        _histograms("Margin: sum of chosen minus sum of rejected", "nats", margins, zero=True),
+        _histograms("Margin per token: mean of chosen minus mean of rejected", "nats per token", per_token, zero=True),
         density,
         truncation,
     )
@@ -161,7 +161,7 @@ def _spearman(left: npt.NDArray[np.int32], right: Floats) -> float:
 
 
 def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:
-    """Return the ranks of values, from 0; equal values get their mean rank."""
+    """Return the ranks of values, starting at 0; equal values all get their mean rank."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
@@ -178,23 +178,23 @@ def _curve(lengths: Lengths, truncation_mode: str) -> Curve:
     return Curve(points.tolist(), shares)
 
 
-#: Quantile of the normal distribution for a 95 % interval.
+#: Quantile of the normal distribution for a 95% interval.
 _Z = 1.96
 
 
 @dataclass(frozen=True)
 class PairPreference:
-    """The reference's preference over the pairs with values.
+    """The reference's preference in the pairs that have values.
 
     Attributes:
         pairs: number of pairs with values.
-        right: pairs whose chosen has the higher sum; `accuracy` is the share of these pairs.
-        per_token_right: pairs whose chosen has the higher mean per token.
-        ties: pairs with equal sums, which `right` does not count.
-        shorter_higher: among pairs of unequal lengths and sums, the share whose shorter side has the higher sum; None without
-            such pairs.
-        chosen_longer: share of the pairs with values whose chosen has more tokens.
-        median_longer: median of chosen's tokens minus rejected's.
+        right: number of pairs whose chosen completion has the higher sum; `accuracy` is the fraction of these pairs.
+        per_token_right: number of pairs whose chosen completion has the higher mean per token.
+        ties: number of pairs with equal sums, which are not counted in `right`.
+        shorter_higher: among pairs whose lengths and sums differ, the fraction in which the shorter completion has the higher
+            sum; None if there are no such pairs.
+        chosen_longer: fraction of the pairs with values in which chosen has more tokens.
+        median_longer: median of the number of tokens in chosen minus that in rejected.
     """
 
     pairs: int
@@ -222,13 +222,14 @@ class PairPreference:
 
 @dataclass(frozen=True)
 class LabelPreference:
-    """The reference's preference over KTO examples.
+    """The reference's preference in KTO examples.
 
     Attributes:
-        desirable, undesirable, without: number of examples by label (without: no label), with values or not.
-        desirable_higher: share of all comparisons between a desirable and an undesirable completion with values in which the
-            desirable one has the higher mean log-prob per token (the area under the ROC curve; a tie counts one half); None if
-            there is no completion of one of the two kinds.
+        desirable, undesirable, without: number of examples with each label, and without a label, whether or not they have
+            values.
+        desirable_higher: if each desirable completion is compared with each undesirable one, the fraction of comparisons in
+            which the desirable one has the higher mean log-prob per token. Ties count as one half (area under the ROC curve).
+            None if one of the two kinds has no completion with values.
     """
 
     desirable: int
@@ -238,7 +239,7 @@ class LabelPreference:
 
 
 def pair_preference(collected: Collected) -> PairPreference | None:
-    """Measure the preference over pairs; return None if no pair has values."""
+    """Measure the reference's preference in pairs; return None if no pair has values."""
     good = collected.usable
     if not good.any():
         return None
@@ -259,7 +260,7 @@ def pair_preference(collected: Collected) -> PairPreference | None:
 
 
 def label_preference(collected: Collected) -> LabelPreference:
-    """Measure the preference over a dataset with labels."""
+    """Measure the reference's preference in a dataset with KTO labels."""
     assert collected.labels is not None, "only KTO examples have labels"
     labels = collected.labels
     good = collected.usable & (labels != NO_LABEL)

@@ -1,4 +1,4 @@
-"""Write a report's findings: its numbers in plain sentences, with the next step if there is one.
+"""Write a report's findings: plain sentences that state the numbers and, where needed, what to do next.
 
 A sentence must not claim more than its numbers show.
 """
@@ -18,20 +18,20 @@ from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import percent
 
-#: mend: something is wrong or missing. look: should be looked at before training. good: checked, and nothing was found. fact: a
-#: number without a judgement.
+#: mend: something is wrong or missing. look: check this before training. good: this was checked, and no problem was found.
+#: fact: a number without a judgment.
 Kind = Literal["mend", "look", "good", "fact"]
 
-#: Thresholds of shares. A share at or above one of the first three should be looked at; accuracies below _SWAPPED suggest
-#: swapped columns.
+#: Thresholds for fractions. A fraction at or above one of the first three is worth checking; accuracies below _SWAPPED suggest
+#: that columns are swapped.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
-#: TRL's KTOTrainer recommends desirable_weight · desirable / undesirable between 1 and 1.33 (trl/trainer/kto_trainer.py).
+#: Range that TRL's KTOTrainer recommends for desirable_weight · desirable / undesirable (trl/trainer/kto_trainer.py).
 _KTO_RANGE = (1.0, 1.33)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding in plain sentences, with the command to run, if any."""
+    """A finding in plain sentences, and the command to run, if there is one."""
 
     kind: Kind
     text: str
@@ -39,23 +39,24 @@ class Finding:
 
 
 def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> list[Finding]:
-    """Return findings on which rows have values.
+    """Return findings about which rows have values.
 
     Args:
-        score: the command that scores the missing rows.
-        repair: the command that repairs a damaged store, to be run first; None for an intact store.
+        coverage: counts of examples with and without values.
+        score: command that scores the missing rows.
+        repair: command that repairs the damaged store and must be run first; None if the store is intact.
     """
     found = []
     if repair:
         found.append(Finding("mend", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The numbers below are for the other rows." if coverage.with_values else "The numbers below need no values."
+        rest = "The log-probs below are for the other rows." if coverage.with_values else "The numbers below need no values."
         found.append(Finding("mend", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
-        dropped = f"; {coverage.dropped:,} dropped under max_length" if coverage.dropped else ""
+        dropped = f"; {coverage.dropped:,} dropped because of max_length" if coverage.dropped else ""
         text = (
-            f"No value is missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
+            f"No values are missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
         )
         found.append(Finding("good", f"{text}{dropped}."))
     if coverage.bad_rows:
@@ -63,51 +64,51 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         found.append(
             Finding(
                 "mend",
-                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Mend or "
-                "remove them; up to a hundred are listed under Coverage.",
+                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Fix or "
+                "remove these rows; up to a hundred of them are listed under Coverage.",
             )
         )
     if coverage.bare:
         found.append(
             Finding(
                 "look",
-                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt: the first completion "
-                "token is then context and has no value, as in TRL's loss.",
+                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt. The first completion "
+                "token then serves as context and has no value, as in TRL's loss.",
             )
         )
     return found
 
 
 def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
-    """Return a finding on whether the reference predicts this text better than uniform guessing does."""
+    """Return a finding about whether the reference predicts the completions better than uniform guessing."""
     if not collected.usable.any():
         return []
     means = np.concatenate([side.means()[collected.usable] for side in collected.sides.values()])
     middle, even = float(np.median(means)), -math.log(vocabulary)
-    said = f"The median completion has {_nats(middle)} nats per token, a perplexity of {_perplexity(middle)}"
+    said = f"The median completion has {_nats(middle)} nats per token (perplexity {_perplexity(middle)})"
     if middle < even:
         return [
             Finding(
                 "mend",
-                f"{said}. That is worse than uniform guessing among the vocabulary's {vocabulary:,} tokens ({_nats(even)}): "
-                "check that this is the intended model, with its own chat template.",
+                f"{said}. That is worse than uniform guessing among the vocabulary's {vocabulary:,} tokens ({_nats(even)}). "
+                "Check that this is the intended model and that it uses its own chat template.",
             )
         ]
-    return [Finding("fact", f"{said}; uniform guessing among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
+    return [Finding("fact", f"{said}. Uniform guessing among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
 
 
 def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
-    """Return findings on the reference's preference, on lengths and on the similarity of chosen and rejected."""
+    """Return findings about the reference's preference, and about the lengths and the similarity of chosen and rejected."""
     found = []
     if preference is not None:
         low, high = preference.interval()
         text = (
-            f"The reference gives chosen the higher log-prob in {percent(preference.right, preference.pairs)} of "
+            f"The reference gives chosen a higher log-prob than rejected in {percent(preference.right, preference.pairs)} of "
             f"{preference.pairs:,} pairs (95% interval {low:.1%} to {high:.1%}), and in "
-            f"{percent(preference.per_token_right, preference.pairs)} by the mean per token. "
+            f"{percent(preference.per_token_right, preference.pairs)} if means per token are compared. "
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
-            found.append(Finding("mend", f"{text}Both are far below 50%: check that chosen and rejected are not swapped."))
+            found.append(Finding("mend", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
         else:
             text += "50% is chance. This does not rate the data, because DPO's loss compares the policy with the reference."
             found.append(Finding("fact", text))
@@ -116,17 +117,18 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             found.append(
                 Finding(
                     "fact",
-                    f"The shorter completion has the higher sum in {shorter} of the pairs with unequal lengths: the "
-                    "nearer to 100%, the more the sums depend on lengths.",
+                    f"The shorter completion has the higher sum in {shorter} of the pairs with unequal lengths. The "
+                    "closer this is to 100%, the more the sums depend on length.",
                 )
             )
         longer = preference.chosen_longer
         median = _signed(preference.median_longer)
-        said = f"Chosen is longer than rejected in {percent(longer, 1)} of pairs, at the median by {median} tokens"
+        said = f"Chosen is longer than rejected in {percent(longer, 1)} of pairs; the median difference is {median} tokens"
         if longer >= _MUCH_LONGER:
             found.append(
                 Finding(
-                    "look", f"{said}. Length alone predicts much of the preference: watch the length of the policy's texts."
+                    "look",
+                    f"{said}. Length alone predicts much of the preference: watch the length of the policy's outputs.",
                 )
             )
         else:
@@ -137,50 +139,53 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         found.append(
             Finding(
                 "look" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
-                f"In {_of(alike, len(collected.rows), 'pair')} chosen and rejected hardly differ: {ALIKE:.0%} or more of "
-                "their tokens are the same, in the same order.",
+                f"In {_of(alike, len(collected.rows), 'pair')}, chosen and rejected hardly differ: at least {ALIKE:.0%} of "
+                "their tokens are the same and in the same order.",
             )
         )
     return found
 
 
 def label_findings(preference: LabelPreference) -> list[Finding]:
-    """Return findings on desirable and undesirable KTO examples."""
+    """Return findings about desirable and undesirable KTO examples."""
     found = []
     if preference.without:
         found.append(
-            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs a label for each row.")
+            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs a label in each row.")
         )
     desirable, undesirable = preference.desirable, preference.undesirable
     said = f"{desirable:,} completions are desirable, {undesirable:,} are not."
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
-            found.append(Finding("good", f"{said} Weights of 1 are within the range that TRL's KTOTrainer recommends."))
+            found.append(Finding("good", f"{said} Weights of 1 are in the range that TRL's KTOTrainer recommends."))
         else:
             found.append(
-                Finding("look", f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} for this.")
+                Finding(
+                    "look",
+                    f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f}.",
+                )
             )
     elif desirable or undesirable:
-        found.append(Finding("mend", f"{said} KTO compares the two kinds, and one kind is missing."))
+        found.append(Finding("mend", f"{said} KTO compares the two kinds, but one of them is missing."))
     if preference.desirable_higher is not None:
         found.append(
             Finding(
                 "fact",
                 f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
-                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; 50% means no relation.",
+                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two. 50% is chance.",
             )
         )
     return found
 
 
 def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
-    """Return a finding on the tokens that the trainer's max_length cuts.
+    """Return a finding about the tokens that the trainer's max_length cuts.
 
     Args:
-        at: the cut at the user's max_length, or at TRL's default.
-        asked: True if the user gave a max_length.
-        enough: the smallest max_length that leaves 99% of the examples whole.
+        at: the effect of the user's max_length, or of TRL's default.
+        asked: True if the user specified a max_length.
+        enough: the smallest max_length that leaves 99% of the examples uncut.
         noun: "pair" or "row".
     """
     which = f"max_length {at.max_length:,}," + ("" if asked or at.max_length != TRL_MAX_LENGTH else " TRL's default,")
@@ -195,28 +200,29 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         parts.append(f"{dropped} because the prompt alone fills max_length")
     text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
     if at.same:
-        text += f"Of the cut pairs {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
-    text += f"A max_length of {enough:,} leaves 99% of the {noun}s whole."
+        text += f"Of the cut pairs, {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
+    text += f"A max_length of {enough:,} would leave 99% of the {noun}s uncut."
     much = (at.touched + at.dropped) / at.examples >= _MUCH_CUT or at.same
     return [Finding("look" if much else "fact", text)]
 
 
 def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
-    """Return findings on repeated and contradictory examples."""
+    """Return findings about duplicate and contradictory examples."""
     found = []
     if duplicates.identical:
         found.append(
             Finding(
                 "mend",
-                f"In {_of(duplicates.identical, examples, 'pair')} chosen and rejected are the same tokens: nothing can be "
-                "learnt from them. Remove them.",
+                f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical, so training can learn "
+                "nothing from them. Remove these pairs.",
             )
         )
     if duplicates.contrary:
         kind = "with chosen and rejected swapped" if noun == "pair" else "with the opposite label"
         found.append(
             Finding(
-                "mend", f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one."
+                "mend",
+                f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one.",
             )
         )
     if duplicates.exact:
@@ -226,19 +232,19 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
             )
         )
     if duplicates.near:
-        text = f"By estimate {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier one."
+        text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier one."
         found.append(Finding("look", text))
-    return found or [Finding("good", f"No {noun} repeats another, exactly or nearly.")]
+    return found or [Finding("good", f"No {noun} repeats another one, exactly or nearly.")]
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:
-    """Return a finding on outliers, with a count for each kind."""
+    """Return a finding about outliers, with a count for each kind."""
     if not with_values:
         return []
     if not kinds:
-        return [Finding("good", "No row stands out by the rules under Outliers.")]
-    said = ", ".join(f"{kind.count:,} by “{kind.name}”" for kind in kinds)
-    return [Finding("look", f"Rows that stand out: {said}. The most extreme of each kind are listed under Outliers.")]
+        return [Finding("good", "No row is an outlier by the rules in the section Outliers.")]
+    said = ", ".join(f"{kind.count:,} of the kind “{kind.name}”" for kind in kinds)
+    return [Finding("look", f"Outliers were found: {said}. The section Outliers shows the most extreme rows of each kind.")]
 
 
 def verdict(findings: list[Finding]) -> str:
@@ -246,11 +252,11 @@ def verdict(findings: list[Finding]) -> str:
     mend, look = (sum(finding.kind == kind for finding in findings) for kind in ("mend", "look"))
     parts = [f"{mend} to mend"] if mend else []
     parts += [f"{look} worth a look"] if look else []
-    return " · ".join(parts) or "Nothing to mend was found"
+    return " · ".join(parts) or "No problems found"
 
 
 def _of(part: int, whole: int, noun: str) -> str:
-    """Return a share in words: 7 of 1,000 rows (0.7%)."""
+    """Return a count and a percentage in words, such as "7 of 1,000 rows (0.7%)"."""
     return f"{part:,} of {whole:,} {noun}{'' if whole == 1 else 's'} ({percent(part, whole)})"
 
 

@@ -1,4 +1,4 @@
-"""Find examples that stand out, by the rules that a report states."""
+"""Find outliers in a dataset, by rules that the report explains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from reflogp.scoring.reports.collect import Collected
 
-#: Absolute robust z-score above which a value stands out (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
+#: Absolute robust z-score above which a value is an outlier (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
 FAR = 3.5
-#: Share of a completion's sum above which a single token stands out, and minimum number of tokens of the completion.
+#: Fraction of a completion's sum above which a single token makes the completion an outlier, and minimum number of tokens in
+#: such a completion.
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
-#: Minimum number of completions in a group of similar length.
+#: Minimum number of completions in a group of similar lengths.
 _ENOUGH = 50
 _SIMILAR = "among completions of similar length (the same power of two)"
 #: Median absolute deviation of a normal distribution, in standard deviations.
@@ -24,14 +25,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OutlierKind:
-    """A rule, the number of examples that it finds, and the most extreme of these examples.
+    """A kind of outlier, the rule that defines it, and the examples that were found.
 
     Attributes:
-        name: name of the outliers that the rule finds.
-        rule: the rule in words.
-        unit: unit of the values.
-        count: number of examples found.
-        worst: (place, value) of the most extreme examples, most extreme first.
+        name: what this kind of outlier is called.
+        rule: the rule, in words.
+        unit: unit of the values in `worst`.
+        count: number of examples that the rule found.
+        worst: (index of the example, value) for the most extreme examples, most extreme first.
     """
 
     name: str
@@ -42,7 +43,7 @@ class OutlierKind:
 
 
 def robust_z(values: Floats) -> Floats:
-    """Return 0.6745 · (value − median) / median absolute deviation; zeros if more than half of the values are the same."""
+    """Return 0.6745 · (value − median) / median absolute deviation, or zeros if more than half of the values are equal."""
     if not len(values):
         return values
     middle = np.median(values)
@@ -51,14 +52,14 @@ def robust_z(values: Floats) -> Floats:
 
 
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
-    """Return `robust_z` within groups of similar length, because means of few tokens scatter more than means of many.
+    """Compute `robust_z` within groups of similar lengths, because means over few tokens vary more than means over many.
 
-    Lengths are grouped by power of two. A group with fewer than _ENOUGH values is joined with the next group, and a last group
-    with fewer is joined with the previous group.
+    Lengths are grouped by powers of two. A group with fewer than _ENOUGH values is merged with the next group, or with the
+    previous group if it is the last one.
 
     Args:
-        values: means, (n,).
-        tokens: number of tokens that each value is a mean of, (n,).
+        values: mean log-probs or margins, (n,).
+        tokens: number of tokens that each value is based on, (n,).
     """
     powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(int)
     groups: list[list[int]] = [[]]
@@ -77,7 +78,7 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
 
 
 def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
-    """Return the rules that found something, each with its up to `shown` most extreme examples."""
+    """Return the kinds of outliers that occur, each with up to `shown` of its most extreme examples."""
     good = np.flatnonzero(collected.usable)
     if not len(good):
         return []
@@ -109,14 +110,16 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
     if collected.pairs:
         margins = means[0] - means[1]
         far = -robust_z_by_length(margins, tokens.min(0)) - FAR
-        rule = f"chosen minus rejected, means per token, with a robust z below −{FAR} among pairs "
-        rule += "whose shorter side is of similar length"
+        rule = f"mean log-prob per token of chosen minus that of rejected, with a robust z below −{FAR} among pairs "
+        rule += "whose shorter completions have similar lengths"
         kinds.append(
             _kind("rejected far above chosen", rule, "nats per token", good, np.where(margins < 0, far, -1.0), margins, shown)
         )
     of_one = np.stack([side.lowest[good] / np.minimum(side.sums[good], -1e-9) for side in sides])
     shares = np.where(tokens >= ONE_TOKEN_OF, of_one, 0.0).max(0)
-    rule = f"one token carries more than {ONE_TOKEN_SHARE:.0%} of the sum, in a completion of {ONE_TOKEN_OF} tokens or more"
+    rule = (
+        f"one token accounts for more than {ONE_TOKEN_SHARE:.0%} of the sum of a completion of at least {ONE_TOKEN_OF} tokens"
+    )
     kinds.append(_kind("one token decides", rule, "of the sum", good, shares - ONE_TOKEN_SHARE, shares, shown))
     return [kind for kind in kinds if kind.count]
 
@@ -124,7 +127,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return the outliers of a rule: the examples with `beyond` above 0; a larger `beyond` is more extreme."""
+    """Return a kind of outlier with the examples for which `beyond` is positive; larger means more extreme."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

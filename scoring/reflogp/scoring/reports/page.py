@@ -1,6 +1,6 @@
-"""Render a report's page: one HTML file without scripts, which fetches nothing. Its charts are inline SVG.
+"""Render a report's page: a single HTML file with inline SVG charts and without scripts or external resources.
 
-Its content security policy keeps a browser from running or fetching anything that a dataset's texts contain.
+The page's content security policy prevents browsers from running or loading anything that the dataset's texts may contain.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ from reflogp.store.texts import duration, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 _TEMPLATES = Path(__file__).parent / "templates"
-#: Lower bounds of the length chart's shades, as a cell's share of the fullest cell's count.
+#: Lower bounds of the shades in the length chart, as fractions of the count in the fullest cell.
 _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The inputs and settings of a report, printed at the end of the page.
+    """The inputs and settings of a report, which are printed at the end of the page.
 
     Attributes:
-        score: the command line that scores the missing rows.
+        data: name of the dataset.
+        model: model name or path as the user gave it.
+        snapshot: the snapshot that values were read from.
+        settings: the trainer's max_length and truncation_mode.
+        score: command that scores the missing rows.
     """
 
     data: str
@@ -65,17 +69,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of the page.
+    """The content of a report's page.
 
     Attributes:
-        noun: the name of an example: "pair" or "row".
+        noun: what an example is called: "pair" or "row".
         at: the effect of the trainer's max_length.
         cuts: the effects of several values of max_length.
-        enough: the smallest max_length that leaves 99% of the examples whole.
-        alike: (place, similarity) of the shown pairs that hardly differ, most similar first.
-        alike_count: number of all pairs that hardly differ.
-        shown: place -> example, for the examples on the page.
-        seconds: time that the report took.
+        enough: the smallest max_length that leaves 99% of the examples uncut.
+        alike: (index of the pair, similarity) for the displayed pairs that hardly differ, most similar first.
+        alike_count: total number of pairs that hardly differ.
+        shown: index of an example -> what the page displays for it.
+        seconds: time that the report has taken so far.
     """
 
     subject: Subject
@@ -98,9 +102,9 @@ class Content:
 
 
 def render_page(content: Content) -> str:
-    """Return the whole page as HTML."""
-    # The template escapes every text of a dataset. As a second protection, the content security policy blocks scripts and
-    # requests.
+    """Return the complete page as HTML."""
+    # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
+    # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -126,12 +130,12 @@ def render_page(content: Content) -> str:
 
 
 def _signed(value: float) -> str:
-    """Format a number with its sign: +1.23 or −1.23."""
+    """Format a number with its sign, such as +1.23 or −1.23."""
     return f"{value:+.2f}".replace("-", "−")
 
 
 def draw_histograms(name: str, values: Histograms) -> Markup:
-    """Draw the bars of every series, which overlap, and a line at zero if `values.zero`."""
+    """Draw the overlapping bars of all series, and a line at zero if `values.zero` is set."""
     low, high = values.edges[0], values.edges[-1]
     most = max(max(counts) for counts in values.counts.values())
     ticks = round_ticks(0, most, 3, whole=True)
@@ -166,7 +170,7 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
 
 
 def draw_density(name: str, density: Density) -> Markup:
-    """Draw the cells of a density, darker for higher counts, and a line through the columns' medians."""
+    """Draw the cells of a 2-D histogram, darker for higher counts, and a line through the medians of the columns."""
     left, right, low, high = density.lengths[0], density.lengths[-1], density.means[0], density.means[-1]
     fullest = max(max(column) for column in density.counts)
     ticks = [tick for tick in round_ticks(low, high, 4) if low <= tick <= high]
@@ -196,13 +200,13 @@ def draw_density(name: str, density: Density) -> Markup:
     parts.append(Markup('<polyline class="line m" points="{}"/>').format(" ".join(points)))
     described = (
         f"Completions of {_tokens(left)} to {_tokens(right)} tokens, means from {plain(low)} to {plain(high)} nats per token. "
-        f"Rank correlation of length and mean: {number(density.correlation)}."
+        f"Rank correlation between length and mean: {number(density.correlation)}."
     )
     return chart(name, "Length against mean log-prob per token", described, Markup("").join(parts))
 
 
 def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
-    """Draw shares by max_length, on a log2 scale, with a vertical line at the marked max_length."""
+    """Draw fractions by max_length on a log2 scale, with a vertical line at the marked max_length."""
     left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
     if right <= left:
         left, right = left - 0.5, right + 0.5
@@ -221,8 +225,8 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
     if left <= math.log2(marked) <= right:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
-        f"Share of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
-        f"{curve.max_lengths[-1]:,}: both are zero when the longest row fits."
+        f"Percentages of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
+        f"{curve.max_lengths[-1]:,}: both are zero once the longest row fits."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
 

@@ -1,6 +1,6 @@
-"""Read the examples that a report shows: their texts, and each token's log-prob as one of seven levels.
+"""Read the examples that a report shows: their text, and the log-prob of each token as one of seven levels.
 
-Every token is shown as a separate text, without invisible characters and without direction controls.
+Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, windows
 
-#: Maximum number of characters of a token that are shown; a vocabulary can have longer tokens.
+#: Maximum number of characters to show of a token; vocabularies can contain longer tokens.
 _LONGEST = 80
-#: Maximum width and height in pixels of a shown image, and number of images shown of an example.
+#: Maximum width and height of a shown image in pixels, and maximum number of images to show per example.
 _THUMBNAIL, _MOST_IMAGES = (240, 240), 6
-#: Maximum number of tokens that together make one character (UTF-8).
+#: Maximum number of tokens that together encode one character (in UTF-8).
 _MOST_PARTS = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: Signs that replace whitespace; the sign for a line end is followed by the line end.
+#: Symbols that replace whitespace. Line feeds and tabs are kept after their symbols.
 _SIGNS = {"\n": "↵\n", "\r": "␍", "\t": "⇥\t"}
-#: Joiners within words and emoji. They are not replaced, because they are harmless and needed.
+#: Joiners within words and emoji. They are needed and harmless, so they are not replaced.
 _LEFT_ALONE = "\u200c\u200d"
-#: Unicode categories whose characters are shown as code points: controls (of direction too), separators, unassigned, private
-#: use, surrogate halves.
+#: Unicode categories whose characters are shown as code points: controls (including direction controls), line and paragraph
+#: separators, unassigned and private-use characters, and surrogates.
 _NAMED = {"Cc", "Cf", "Zl", "Zp", "Cn", "Co", "Cs"}
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """The displayed text of one token, or of the few tokens that make one character.
+    """The displayed text of one token, or of the few tokens that together encode one character.
 
     Attributes:
-        text: visible text.
-        tokens: number of tokens in it.
-        special: True for one of the tokenizer's special tokens, an id outside the vocabulary, or a token without text.
+        text: displayed text.
+        tokens: number of tokens that the text stands for.
+        special: True for a special token of the tokenizer, an id outside the vocabulary, an image, or a token without text.
     """
 
     text: str
@@ -58,7 +58,7 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return the texts of token ids, in order; their `tokens` add up to len(ids). A run of image ids is one text."""
+    """Return the texts for token ids, in order; their `tokens` add up to len(ids). A run of image ids becomes one text."""
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
@@ -86,12 +86,12 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def image_text(tokens: int) -> str:
-    """Return the text that stands for a run of an image's tokens."""
+    """Return the text to show instead of a run of image tokens."""
     return f"⟨image, {counted(tokens, 'token')}⟩"
 
 
 def visible(text: str) -> str:
-    """Return a text with signs in place of controls and unusual spaces; in a text of spaces only, dots replace the spaces."""
+    """Replace controls and unusual spaces with visible symbols; if a text consists only of spaces, replace them with dots."""
     if text and not text.strip(" "):
         return "·" * len(text)
     return "".join(_visible_character(character) for character in text)
@@ -106,7 +106,7 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Return the text of `count` tokens in context: some tokenizers drop a leading space if no token precedes it."""
+    """Return the text of `count` tokens in context, because some tokenizers drop a leading space if no token precedes it."""
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
         before, both = _decode([ids[at - 1]], tokenizer), _decode([ids[at - 1], *wanted], tokenizer)
@@ -119,22 +119,22 @@ def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-#: Upper bounds of the levels of a token's surprise (minus its log-prob), in nats; one more level lies above the last bound.
+#: Upper bounds of the levels of a token's surprise (its negative log-prob), in nats. One more level is above the last bound.
 LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Number of tokens shown: at a completion's beginning, on each side of an important place, at each end of a prompt.
+#: Number of tokens to show at the beginning of a completion, on each side of an important token, and at each end of a prompt.
 _HEAD, _AROUND, _PROMPT_END = 220, 30, 110
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The displayed form of a token, of the few tokens of one character, or of a gap.
+    """What is displayed for a token, for a few tokens that together encode one character, or for a gap.
 
     Attributes:
-        text: visible text.
-        level: from 0 (no surprise) to len(LEVELS); None without a value.
-        note: the token's log-prob as text; empty without a value.
-        special: True if the token is displayed as a symbol and not as text.
-        differs: True if the other completion of a compared pair lacks the token.
+        text: displayed text.
+        level: level of surprise, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
+        note: the log-prob as text; empty if there is none.
+        special: True if a symbol is displayed instead of the token's text.
+        differs: True if the pair's two completions are compared and the other completion lacks this token.
     """
 
     text: str
@@ -146,7 +146,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSide:
-    """The displayed form of a completion. `values` counts its log-probs, and `mean` and `sum` are computed from these."""
+    """What is displayed for a completion. `values` is the number of its log-probs, from which `mean` and `sum` are computed."""
 
     name: str
     tokens: int
@@ -158,11 +158,11 @@ class ShownSide:
 
 @dataclass(frozen=True)
 class Shown:
-    """The displayed form of an example.
+    """What is displayed for an example.
 
     Attributes:
-        label: 1 for desirable, 0 for undesirable, None for a pair or an example without a label.
-        images: its first images as data URIs of small PNG files, which have only pixels and no metadata of the original.
+        label: 1 for desirable, 0 for undesirable; None for a pair or an example without a label.
+        images: the example's first images, as data URIs of small PNG files without the original's metadata.
         more_images: number of images that are not shown.
     """
 
@@ -183,22 +183,22 @@ def read_shown(
     snapshot: Snapshot,
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
-    """Read the examples at the given places.
+    """Read the text and the values of the given examples.
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: the members of `places` whose completions are compared token by token (pairs only).
-        collected: the numbers collected from the same dataset.
+        compared: those of `places` whose completions are compared token by token (pairs only).
+        collected: the numbers that `collect` returned for the same dataset.
         dataset, snapshot, settings: the same as for `collect`.
 
     Returns:
-        The examples by place.
+        The examples, by their index in `collected`.
     """
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
-    first = int(collected.rows[0])  # is read too, so that both passes detect the format from the same row
+    first = int(collected.rows[0])  # also read, so that both passes detect the format from the same row
     found: dict[int, Shown] = {}
     for window in dataset.only({*rows, first}):
         numbers = window.table["row"].to_numpy()
@@ -238,7 +238,7 @@ def _shown(
         view = windows(example["prompt_ids"], example[name], settings.max_length, settings.truncation_mode)
         [values] = snapshot.token_logps(view.keys())
         logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
-        # keep_end cuts the beginning; after an empty prompt, the first token is cut.
+        # keep_end cuts the beginning; if the prompt is empty, the first token is cut.
         begin = len(completion) - len(view.completion_ids[0])
         sides.append(_side(name.removesuffix("_ids"), completion, begin, logps, differs[number], tokenizer))
     ends = [(0, len(prompt))]
@@ -250,7 +250,7 @@ def _shown(
 
 
 def thumbnail(image: RowImage) -> str:
-    """Return a small copy of an image as a data URI; empty if the image can no longer be decoded."""
+    """Return a small copy of an image as a data URI, or "" if the image can no longer be decoded."""
     try:
         copy = image.load().convert("RGB")
     except (RowError, OSError):
@@ -280,7 +280,7 @@ def _side(
 
 
 def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to show: the beginning, and the surroundings of the important places."""
+    """Return the ranges of tokens to show: the beginning, and the surroundings of the tokens at the indices `matter`."""
     parts = [(0, min(count, _HEAD))]
     for place in sorted(matter):
         if place + _AROUND <= parts[-1][1]:
@@ -321,7 +321,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Return the positions of the tokens of each completion (0: left, 1: right) that the other completion lacks."""
+    """For each completion (0: left, 1: right), return the indices of the tokens that the other completion lacks."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

@@ -1,11 +1,11 @@
-"""Make MinHash sketches of a dataset's examples, find near repeats among them, and compute the similarity of two completions.
+"""Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-A sketch has the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and for
-the completions. 16 bits of each minimum are kept, so a sketch takes 256 bytes per example. The share of places in which two
-sketches agree estimates the share of common runs (Jaccard similarity). Among the examples whose completions agree in one of the
-16 groups of four adjacent places, each is compared with the first and with the previous example. So the work grows with the
-number of examples and not with its square. Two completions are compared token by token only if their lengths and
-their common tokens allow the required similarity.
+A sketch contains the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and
+for the completions. Of each minimum, 16 bits are kept, so the sketch of an example takes 256 bytes. The fraction of entries in
+which two sketches agree estimates the fraction of runs that the examples have in common (Jaccard similarity). The 64 entries
+form 16 groups of four. Among the examples whose completions agree in one of these groups, each example is compared only with
+the first and with the previous one. The work therefore grows with the number of examples, not with its square. Two completions
+are compared token by token only if their lengths and their common tokens allow the required similarity.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from reflogp.store.windows import without_first
 #: Number of tokens in a run.
 RUN_TOKENS = 3
 HASHES = 64
-#: Minimum estimated similarity, of the prompts and of the completions, for two examples to be near repeats.
+#: Minimum estimated similarity, of both the prompts and the completions, for two examples to be near duplicates.
 NEAR = 0.8
-#: Maximum number of examples that are sketched, with 256 bytes each.
+#: Maximum number of examples that are sketched. Each sketch takes 256 bytes.
 MOST_SKETCHED = 1_000_000
-#: Number of adjacent places of a sketch that must agree for two examples to be compared. At a similarity of 0.8,
-#: each of the 16 groups of places agrees with probability 0.41.
+#: Number of adjacent entries of a sketch that must agree for two examples to be compared. At a similarity of 0.8, each of the
+#: 16 groups of entries agrees with probability 0.41.
 _BAND = 4
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
@@ -40,7 +40,7 @@ Uint32s = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class NearPair:
-    """Two examples, by index, and the estimated shares of runs that their prompts and their completions have in common."""
+    """Two examples, by index, and the estimated similarity of their prompts and of their completions."""
 
     first: int
     second: int
@@ -53,10 +53,10 @@ class NearPair:
 
 
 class Sketches:
-    """Sketches of examples, in the order in which they were added."""
+    """Sketches of examples, in the order in which the examples were added."""
 
     def __init__(self) -> None:
-        numbers = np.random.default_rng(0)  # a fixed seed, so that two reports agree
+        numbers = np.random.default_rng(0)  # a fixed seed, so that reports are reproducible
         self._factors = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32) | np.uint32(1)
         self._shifts = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32)
         self._prompts: list[npt.NDArray[np.uint16]] = []
@@ -65,14 +65,15 @@ class Sketches:
         self.count = 0
 
     def add(self, prompts: pa.LargeListArray, completions: Sequence[pa.LargeListArray]) -> None:
-        """Sketch n more examples; examples beyond MOST_SKETCHED are ignored.
+        """Add the sketches of n examples; examples beyond MOST_SKETCHED are ignored.
 
-        The common start of all prompts of the first call (a system prompt, a template) is left out of every prompt that begins
-        with it.
+        If all prompts of the first call begin with the same tokens (a system prompt, a template), these tokens are ignored in
+        every prompt that begins with them.
 
         Args:
             prompts: large_list<uint32>, n lists.
-            completions: one or more arrays of the same type, n lists each; an example's completions are sketched together.
+            completions: one or more arrays of the same type with n lists each. All completions of an example go into one
+                sketch.
         """
         room = MOST_SKETCHED - self.count
         if room <= 0 or not len(prompts):
@@ -86,10 +87,10 @@ class Sketches:
         self.count += len(prompts)
 
     def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
-        """Return the pairs of near repeats, most similar first; `second` is the later example of a pair.
+        """Return pairs of near duplicates, most similar first; `second` is the later example of a pair.
 
         Args:
-            repeats: True for examples to leave out because they repeat an earlier one exactly, bool (n,).
+            repeats: True for examples to ignore because they are exact duplicates of an earlier one, bool (n,).
         """
         if not self.count:
             return []
@@ -108,7 +109,7 @@ class Sketches:
         return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
 
     def _minima(self, lists: pa.LargeListArray) -> Uint32s:
-        """Return the minimum of each hash over each list's runs, uint32 (n, HASHES)."""
+        """For each list, return the minimum of each hash over the list's runs, uint32 (n, HASHES)."""
         offsets = lists.offsets.to_numpy()
         offsets, values = offsets - offsets[0], lists.values.to_numpy()[offsets[0] : offsets[-1]]
         runs = _runs(values, offsets)
@@ -121,7 +122,7 @@ class Sketches:
 
 
 def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
-    """Return a hash of the run that begins at each token; runs that extend past a list's end are padded."""
+    """For each token, return a hash of the run that begins at it; runs that extend beyond the end of a list are padded."""
     ends = np.repeat(offsets[1:], np.diff(offsets))
     places = np.arange(len(values))
     runs = np.zeros(len(values), np.uint32)
@@ -136,7 +137,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return pairs (first < second) of examples that share a band: each with the band's first and previous example."""
+    """Pair each example with the first and the previous example that have the same value in a band; return (first, second)."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -150,7 +151,7 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
 
 
 def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
-    """Return the longest common start of all prompts."""
+    """Return the longest prefix that all prompts have in common."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     start: Uint32s = values[offsets[0] : offsets[0] + list_lengths(prompts).min()]
     for at in offsets[:-1]:
@@ -160,7 +161,7 @@ def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
 
 
 def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.int64]:
-    """Return len(start) for the prompts that begin with `start`, 0 for the other prompts."""
+    """Return len(start) for each prompt that begins with `start`, and 0 for each other prompt."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     long_enough = np.flatnonzero(list_lengths(prompts) >= len(start))
     cut = np.zeros(len(prompts), np.int64)
@@ -171,10 +172,10 @@ def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.i
 
 
 def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDArray[np.int32]:
-    """Return the number of leading tokens that left[i] and right[i] share, int32 (n,).
+    """Return the number of leading tokens that left[i] and right[i] have in common, int32 (n,).
 
     Args:
-        left, right: large_list<uint32>, n lists each, as returned by `keys.token_lists`.
+        left, right: large_list<uint32> with n lists each, as returned by `keys.token_lists`.
     """
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     compared = np.minimum(np.diff(left_at), np.diff(right_at))
@@ -189,7 +190,7 @@ def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDAr
 
 
 def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: float) -> npt.NDArray[np.float32]:
-    """Return the `similarity` of left[i] and right[i], float32 (n,); 0 for a pair below `at_least`."""
+    """Return the `similarity` of left[i] and right[i], float32 (n,), or 0 if it is below `at_least`."""
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)
@@ -204,9 +205,10 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 
 
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
-    """Return the share of the tokens that are in the longest common subsequence: 1 for equal sides, 0 if no token is shared.
+    """Return the fraction of tokens in the longest common subsequence: 1 if the lists are equal, 0 if no token is shared.
 
-    A result below `at_least` may be an upper bound instead: common tokens in any order are counted first, which is fast.
+    A result below `at_least` may be an upper bound instead, because common tokens are first counted in any order, which is
+    faster.
     """
     both = len(left) + len(right)
     if not both:
@@ -216,7 +218,7 @@ def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0)
 
 
 def _common_subsequence(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common subsequence; each row of the table is the bits of one integer (Hyyrö, 2004)."""
+    """Return the length of the longest common subsequence (bit-parallel: one integer per row of the table; Hyyrö, 2004)."""
     shorter, longer = sorted((left, right), key=len)
     places: dict[int, int] = {}
     for at, token in enumerate(shorter):

@@ -1,6 +1,6 @@
-"""Compute exactly, from lengths alone, what a max_length would cut. The examples need no values.
+"""Compute exactly what a max_length would cut. Only lengths are needed, not log-probs.
 
-The counts must agree with the windows that `reflogp.store.windows` makes for TRL's max_length and truncation_mode.
+The counts must agree with the windows that `reflogp.store.windows` computes for TRL's max_length and truncation_mode.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Values of max_length that a report compares; it ends with the first value that cuts nothing.
+#: Values of max_length that a report compares. The comparison ends at the first value that cuts nothing.
 MAX_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Default max_length of TRL's DPOConfig and KTOConfig.
 TRL_MAX_LENGTH = 1024
@@ -21,12 +21,13 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of n examples, in tokens.
+    """The lengths of n examples, in tokens.
 
     Attributes:
-        prompts: tokens of each prompt, int32 (n,).
-        completions: tokens of each completion, one int32 (n,) per side.
-        shared: leading tokens that both completions of a pair share, int32 (n,); None without pairs.
+        prompts: number of tokens in each prompt, int32 (n,).
+        completions: number of tokens in each completion, one int32 (n,) array per side (chosen and rejected, or completion).
+        shared: number of leading tokens that the two completions of a pair have in common, int32 (n,); None if there are no
+            pairs.
     """
 
     prompts: Int32s
@@ -34,24 +35,24 @@ class Lengths:
     shared: Int32s | None = None
 
     def whole(self) -> Int32s:
-        """Return the number of tokens of each example's longest sequence, (n,)."""
+        """Return the length of each example's longest sequence (prompt plus completion), (n,)."""
         longest: Int32s = self.prompts + np.maximum.reduce(list(self.completions))
         return longest
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The effect of one max_length on a dataset.
+    """The effect of a max_length on a dataset.
 
     Attributes:
-        max_length: maximum number of tokens of prompt and completion together.
-        examples: number of all examples.
-        dropped: examples that TRL leaves out because the prompt alone fills max_length (keep_start only).
-        touched: kept examples that lose tokens of a sequence.
-        tokens: completion tokens of all examples.
-        lost: completion tokens of kept examples outside of the window.
-        dropped_tokens: completion tokens of dropped examples.
-        same: kept pairs that are cut and have no difference left; None without pairs and under keep_end.
+        max_length: maximum number of tokens in the prompt and the completion together.
+        examples: number of examples in the dataset.
+        dropped: number of examples that TRL drops because the prompt alone fills max_length (keep_start only).
+        touched: number of examples that are kept but lose tokens.
+        tokens: number of completion tokens in all examples.
+        lost: number of completion tokens that kept examples lose.
+        dropped_tokens: number of completion tokens in dropped examples.
+        same: number of cut pairs whose remaining completions are equal; None if there are no pairs, and for keep_end.
     """
 
     max_length: int
@@ -65,7 +66,7 @@ class Cut:
 
 
 def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
-    """Return the effect of a max_length under "keep_start" or "keep_end"."""
+    """Return the effect of a max_length with the truncation mode "keep_start" or "keep_end"."""
     from_start = truncation_mode == "keep_start"
     dropped = (lengths.prompts >= max_length) & from_start
     kept = ~dropped
@@ -95,7 +96,7 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of MAX_LENGTHS and `asked`, ascending, up to the first value from `asked` on that cuts nothing."""
+    """Return the effects of MAX_LENGTHS and `asked`, in ascending order; stop after `asked` once a value cuts nothing."""
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))
@@ -105,6 +106,6 @@ def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]
 
 
 def max_length_for_share(lengths: Lengths, share: float) -> int:
-    """Return the smallest max_length that leaves this share of the examples whole."""
+    """Return the smallest max_length that leaves at least this fraction of the examples uncut."""
     ordered = np.sort(lengths.whole())
     return int(ordered[max(0, int(np.ceil(share * len(ordered))) - 1)])

@@ -1,4 +1,4 @@
-"""Compute float32 log-probs of the completion tokens of sequences with torch."""
+"""Compute float32 log-probs of completion tokens with torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Logps", "Outcome", "Sequence", "TorchEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import TorchEngine, and with it torch and transformers, on first access."""
+    """Import TorchEngine, and therefore torch and transformers, on first access."""
     if name == "TorchEngine":
         from reflogp.scoring.torch_engine.engine import TorchEngine
 

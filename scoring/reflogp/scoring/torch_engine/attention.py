@@ -1,7 +1,7 @@
-"""Choose the kernel and compute attention over packs (packing.py): each token attends to its own sequence only.
+"""Choose a kernel and compute attention over packs (packing.py), so that each token attends only to its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
-It supports the arguments that a layer passes: scaling, sliding window, soft cap, sinks.
+It supports the arguments that layers pass: scaling, sliding windows, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from reflogp.scoring.torch_engine.packing import Pack, image_ends
 
 NAME = "reflogp_packed"
 
-#: Maximum number of attention scores that `_scores_by_hand` holds at once: 2**26 float32 numbers are 256 MiB.
+#: Maximum number of attention scores that `_scores_by_hand` has in memory at once: 2**26 float32 numbers take 256 MiB.
 _MAX_SCORES = 1 << 26
-#: Number of queries, and of keys, in one FlexAttention block: torch's default.
+#: Number of queries, and of keys, in a FlexAttention block (torch's default).
 _FLEX_BLOCK = 128
-#: Largest head size that FlashAttention's kernels support, and the number that must divide a head size (flash-attn, README).
+#: Largest head size that FlashAttention's kernels support, and the number that head sizes must be a multiple of (README of
+#: flash-attn).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
-#: Why a causal kernel cannot compute some packs with images.
+#: The reason why causal kernels cannot compute some packs with images.
 _BOTH_WAYS = "the tokens of an image attend to each other in both directions"
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs something that packed attention does not support. The engine then computes padded batches."""
+    """A layer needs a feature that packed attention does not support. The engine falls back to padded batches."""
 
 
 class KernelFailedError(RuntimeError):
-    """An attention kernel raised an error. The self-check then tries the next kernel.
+    """An attention kernel raised an error. The self-check catches this exception and tries the next kernel.
 
     Attributes:
         kernel: name of the kernel.
-        reason: type and first line of the error that the kernel raised.
+        reason: type and first line of the kernel's error.
     """
 
     def __init__(self, kernel: str, error: Exception) -> None:
@@ -57,20 +58,21 @@ class KernelFailedError(RuntimeError):
 
 
 class PackLayout:
-    """The tensors of a pack on a device: uploaded in a single copy before the forward pass, and used by every layer.
+    """A pack's tensors on the device, uploaded in a single copy before the forward pass and used by every layer.
 
     Args:
         pack: the pack.
-        device: device of the tensors.
-        refused: names of kernels that no layer may use, because they failed for this model.
+        device: device for the tensors.
+        refused: names of kernels that no layer may use, for example because they failed for this model.
         both_ways: True if the tokens of an image attend to each other in both directions.
 
     Attributes:
         token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
-        parents, targets: places of the tokens that predict, and the token ids that they predict, int64 (predictions,).
-        spans: (start, stop, number of keys shared with earlier branches) of each branch.
-        layers_seen, windows_seen: calls of packed attention so far, and how many of them had a sliding window.
-        kernels: names of the kernels that ran.
+        parents, targets: indices of the tokens whose hidden states predict a token, and the predicted token ids, int64
+            (predictions,).
+        spans: (start, stop, number of keys shared with earlier branches) for each branch.
+        layers_seen, windows_seen: number of calls to packed attention so far, and how many of them had a sliding window.
+        kernels: names of the kernels that have been used.
         declined: kernel name -> why the kernel could not compute a layer.
     """
 
@@ -87,7 +89,7 @@ class PackLayout:
         self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
         self._every_place = np.concatenate(self._paths)
         queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
-        # If no branch shares tokens, the keys of each branch are its own tokens in order, and no places are needed to gather
+        # If no branch shares tokens, the keys of each branch are its own tokens in order, and no indices are needed to gather
         # keys.
         places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
         targets = pack.token_ids[pack.predicted]
@@ -99,17 +101,17 @@ class PackLayout:
         self._cache: dict[str, Any] = {}
 
     def path(self, branch: int) -> torch.Tensor:
-        """Return the places of the branch's keys, int64 (keys,)."""
+        """Return the indices in the pack of a branch's keys, int64 (keys,)."""
         if not len(self._places):
             start, stop, _ = self.spans[branch]
             return torch.arange(start, stop, device=self.device)
         return self._places[self._offsets[branch] : self._offsets[branch + 1]]
 
     def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
-        """Return a mask of the keys that each query of a branch sees, bool (queries, keys); None if a causal mask is enough."""
+        """Return a branch's attention mask, bool (queries, keys), or None if a causal mask is enough."""
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
-        ends = self._ends[start:stop] - start + shared  # places within the path; no image is divided between branches
+        ends = self._ends[start:stop] - start + shared  # indices within the path; no image is divided between branches
         has_images = self.both_ways and bool((ends != np.arange(shared, length) + 1).any())
         if window is not None and window >= length:
             window = None
@@ -126,11 +128,11 @@ class PackLayout:
         return made
 
     def varlen(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
-        """Return the arguments of a variable-length kernel.
+        """Return the arguments that a variable-length kernel needs.
 
         Returns:
-            (places of the keys, or None if no branch shares tokens; cu_seqlens of the queries; cu_seqlens of the keys; maximum
-            number of queries of a branch; maximum number of keys of a branch).
+            (indices of the keys in the pack, or None if no branch shares tokens; cu_seqlens of the queries; cu_seqlens of the
+            keys; maximum number of queries per branch; maximum number of keys per branch).
         """
 
         def make() -> Any:
@@ -142,11 +144,11 @@ class PackLayout:
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments of the CPU kernel.
+        """Return the arguments that the CPU kernel needs.
 
         Returns:
-            (int64 (branches, 3): start, stop and number of shared keys of each branch; int64 (keys,): places of the keys,
-            branch after branch).
+            (start, stop and number of shared keys of each branch, int64 (branches, 3); indices of the keys in the pack,
+            concatenated in the order of the branches, int64 (keys,)).
         """
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
@@ -154,11 +156,11 @@ class PackLayout:
         return made
 
     def block_mask(self, window: int | None) -> Any:
-        """Return FlexAttention's mask of the pack.
+        """Return FlexAttention's mask for the pack.
 
-        Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
-        after the last token that descends from k. If tokens of an image attend to each other, k < reach[q] takes the place of
-        k <= q, where reach[q] is the place after the query's image.
+        A pack is in depth-first order, so query q attends to key k exactly when k <= q < end[k], where end[k] is the index
+        after the last token that descends from k. If the tokens of an image attend to each other in both directions, the
+        condition k <= q becomes k < reach[q], where reach[q] is the index after the query's image.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -166,7 +168,7 @@ class PackLayout:
             tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
             last = np.zeros(tokens, np.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
-                last[path] = stop  # stops ascend: the last branch through a token sets its end
+                last[path] = stop  # stops are ascending, so the last branch through a token sets its end
             [ends, reach], positions = to_device([last, self._ends], self.device), self.positions
             width = None if window is None else _scalar(window, self.device)
 
@@ -210,7 +212,7 @@ _current = threading.local()
 
 @contextmanager
 def packed(layout: PackLayout) -> Iterator[None]:
-    """Use `layout` for this thread's packed attention while the block runs."""
+    """Set the layout that packed attention uses in this thread while the block runs."""
     _current.layout = layout
     try:
         yield
@@ -220,7 +222,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one layer's attention; shapes as in `packed_attention`. `both_ways` is set as in the pack's layout."""
+    """The arguments of one layer's attention. Shapes are as in `packed_attention`; `both_ways` comes from the pack's layout."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -244,23 +246,25 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute one layer's attention over the current pack. transformers passes all arguments after the mask by keyword.
+    """Compute one layer's attention over the current pack; transformers passes all arguments after the mask by keyword.
 
     Args:
         query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
-        attention_mask: must be None; the pack's layout is the mask.
-        scaling: factor of the scores; 1/sqrt(head size) when None.
-        sliding_window: number of keys that a query sees, its own included (Mistral, arxiv.org/abs/2310.06825).
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
-        kwargs: arguments of some models only. s_aux: one logit per head that joins the softmax and has no value (attention
-            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Other arguments, such as dropout, are ignored.
+        attention_mask: must be None, because the pack's layout defines what each token attends to.
+        scaling: factor applied to the attention scores; None for 1/sqrt(head size).
+        sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
+        softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
+        kwargs: arguments that only some models pass. `s_aux`, (heads,), is one logit per head that takes part in the softmax
+            but has no value (attention sinks of gpt-oss). For `position_bias` and `is_causal`, see Raises. Other arguments,
+            such as dropout, are ignored.
 
     Returns:
-        (1, tokens, heads, head size), None.
+        (attention output, (1, tokens, heads, head size); None).
 
     Raises:
-        UnsupportedAttentionError: the layer has a mask or position bias, or is not causal self-attention, or no pack is set.
-        KernelFailedError: the chosen kernel raised an error other than out-of-memory.
+        UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or there is
+            no current pack.
+        KernelFailedError: the chosen kernel raised an error other than an out-of-memory error.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
@@ -274,7 +278,7 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     device = query.device.type
     autocast = torch.is_autocast_enabled(device)
-    if autocast:  # autocast casts the inputs of torch's own attention, but not those of other kernels
+    if autocast:  # autocast casts the inputs of torch's own attention but not of other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
     call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"), layout.both_ways)
     kernel = choose_kernel(call, layout.refused)
@@ -282,7 +286,7 @@ def packed_attention(
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
         layout.declined[cpu_blocks.__name__] = problem  # if cpu_blocks was refused, the self-check states the reason
     try:
-        # Autocast stays on for by_branch, so that `_scores_by_hand` rounds as the model's own attention does.
+        # Autocast stays on for by_branch, so that `_scores_by_hand` rounds in the same way as the model's own attention.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
             return kernel(layout, call), None
     except Exception as error:
@@ -292,7 +296,7 @@ def packed_attention(
 
 
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
-    """Return the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
+    """Return the fastest kernel that can compute this layer and is not in `refused`. `by_branch` is always allowed."""
     for kernel, is_installed, problem in _kernels_of(call.query.device.type):
         if kernel.__name__ not in refused and problem(call) is None and is_installed():
             return kernel
@@ -300,18 +304,18 @@ def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLa
 
 
 def kernel_names(device_type: str) -> list[str]:
-    """Return the names of all kernels of a "cuda" or "cpu" device, installed or not, the fastest first."""
+    """Return the names of all kernels for "cuda" or "cpu" devices, fastest first, whether or not they are installed."""
     return [kernel.__name__ for kernel in (*(kernel for kernel, _, _ in _kernels_of(device_type)), by_branch)]
 
 
 def installed_kernels(device_type: str = "cuda") -> list[str]:
-    """Return the names of the kernels that `choose_kernel` can return on a "cuda" or "cpu" device, the fastest first."""
+    """Return the names of the kernels that `choose_kernel` can return for a "cuda" or "cpu" device, fastest first."""
     installed = [kernel for kernel, is_installed, _ in _kernels_of(device_type) if is_installed()]
     return [kernel.__name__ for kernel in (*installed, by_branch)]
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention with one call for each branch, on any device, in any dtype, and with soft caps and sinks."""
+    """Compute attention with one call per branch; supports all devices, dtypes, soft caps and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -335,7 +339,7 @@ def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
 
 def _cpu_blocks_problem(call: Call) -> str | None:
     if call.query.dtype != torch.bfloat16:
-        return "only for bfloat16"
+        return "supports only bfloat16"
     if call.softcap is not None or call.sinks is not None:
         return "the layer has a soft cap or sinks"
     if call.both_ways:
@@ -344,7 +348,7 @@ def _cpu_blocks_problem(call: Call) -> str | None:
 
 
 def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute all branches in one call, in bfloat16, on a CPU with bfloat16 instructions (cpu_attention.py)."""
+    """Compute attention for all branches in one call, on CPUs with bfloat16 instructions (cpu_attention.py)."""
     spans, paths = layout.tree()
     return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
@@ -352,7 +356,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute softmax(cap(q·k)) v with sinks, in float32, a block of queries at a time. The result has the queries' dtype."""
+    """Compute softmax(cap(q·k)) v with sinks in float32, one block of queries at a time; return it in the queries' dtype."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -379,9 +383,9 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call torch.nn.attention.varlen's kernel with a causal mask that is aligned at each branch's last token.
+    """Call the kernel of torch.nn.attention.varlen with a causal mask aligned to each branch's last token.
 
-    Later versions of torch than 2.11 need the argument `enable_gqa` for grouped heads. torch 2.11 does not have this argument
+    For grouped heads, versions of torch after 2.11 require the argument `enable_gqa`. torch 2.11 does not have this argument
     and accepts grouped heads without it.
     """
     attend = _torch_varlen()
@@ -393,13 +397,13 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call FlashAttention 2's variable-length kernel, which supports soft caps.
 
-    Since version 2.1, its causal mask is aligned at the last token.
+    Since version 2.1, the kernel's causal mask is aligned to the last token.
     """
     return _by_flash(_flash_varlen(), layout, call)
 
 
 def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlashAttention 3's variable-length kernel, for Hopper GPUs, with the same arguments as FlashAttention 2's."""
+    """Call FlashAttention 3's variable-length kernel for Hopper GPUs; its arguments are the same as FlashAttention 2's."""
     return _by_flash(_flash3_varlen(), layout, call)
 
 
@@ -412,24 +416,24 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys to the left and to the right a query sees; -1 means all keys."""
+    """Return how many keys to the left and to the right a query attends to; -1 means all of them."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with the keywords of `wanted` that its installed version accepts.
+    """Call a variable-length kernel with those keywords of `wanted` that the installed version accepts.
 
     Raises:
         UnsupportedAttentionError: the installed version lacks a `needed` keyword.
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
-        raise UnsupportedAttentionError(f"the installed version has no argument {', '.join(lacking)}")
+        raise UnsupportedAttentionError(f"the installed version does not have the argument {', '.join(lacking)}")
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
-    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # in latent attention, values are narrower than keys
+    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # with latent attention, values are narrower than keys
     query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
     if gather is not None:
         key, value = key[gather], value[gather]
@@ -440,7 +444,7 @@ def _by_varlen(
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlexAttention over the pack, with soft caps and sinks. Its mask follows the pack's tree: no keys are gathered."""
+    """Call FlexAttention, with soft caps and sinks. Its mask follows the pack's tree, so no keys are gathered."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     query = call.query
@@ -457,7 +461,8 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         block_mask=layout.block_mask(call.window),
         scale=call.scale,
         enable_gqa=call.key.shape[1] != query.shape[1],
-        # For packs below 128 tokens torch would use another kernel, which does not support dynamic shapes (pytorch#147756).
+        # For packs shorter than 128 tokens, torch would use another kernel, which does not support dynamic shapes
+        # (pytorch#147756).
         kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
         return_aux=None if call.sinks is None else AuxRequest(lse=True),
     )
@@ -470,7 +475,7 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which key blocks each query block reads, as FlexAttention takes them: counts (1, 1, n), indices (1, 1, n, n)."""
+    """Return the key blocks that each query block reads, in FlexAttention's format: counts (1, 1, n), indices (1, 1, n, n)."""
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None]
@@ -478,13 +483,13 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number as a tensor of shape () on a device, for FlexAttention's compiled closures."""
+    """Return a number as a zero-dimensional tensor on a device, for use in FlexAttention's compiled closures."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor (1, heads, tokens, size) as a contiguous tensor (tokens, heads, size)."""
+    """Convert a tensor (1, heads, tokens, size) to a contiguous tensor (tokens, heads, size)."""
     return tensor[0].transpose(0, 1).contiguous()
 
 
@@ -524,9 +529,9 @@ def _varlen_problem(call: Call) -> str | None:
     """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
     if call.query.dtype not in (torch.bfloat16, torch.float16):
-        return "only for bfloat16 and float16"
+        return "supports only bfloat16 and float16"
     if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
-        return f"unsupported head sizes: {size} of keys, {call.value.shape[-1]} of values"
+        return f"head sizes {size} (keys) and {call.value.shape[-1]} (values) are not supported"
     if call.both_ways:
         return _BOTH_WAYS
     return "the layer has sinks" if call.sinks is not None else None
@@ -537,14 +542,14 @@ def _torch_varlen_problem(call: Call) -> str | None:
 
 
 class _Kernel(NamedTuple):
-    """A kernel, a test whether it is installed, and a function that returns why it cannot compute a layer, or None."""
+    """A kernel, a function that says whether it is installed, and one that returns why it cannot compute a layer, or None."""
 
     compute: Callable[[PackLayout, Call], torch.Tensor]
     is_installed: Callable[[], bool]
     problem: Callable[[Call], str | None]
 
 
-#: Kernels of each device type, the fastest first. `by_branch` is the last choice on every device and can compute any layer.
+#: Kernels for each device type, fastest first. `by_branch` is the last resort on every device and can compute any layer.
 _CPU_KERNELS = (_Kernel(cpu_blocks, lambda: cpu_attention.problem(64, 64) is None, _cpu_blocks_problem),)
 _CUDA_KERNELS = (
     _Kernel(flash3_varlen, lambda: _flash3_varlen() is not None, _varlen_problem),
@@ -572,11 +577,11 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 
 
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
-    """Compile a function once for all sizes of its tensors (and once more for sizes of 1).
+    """Compile a function for tensors of any size (a separate version is compiled for sizes of 1).
 
-    Without `use_duck_shape=False` two sizes that are equal in the first call, for example 2 key heads and 2 blocks of a pack,
-    are compiled as the same size. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's
-    template for CUDA loads as a pointer.
+    Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
+    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would become a CPU tensor,
+    which FlexAttention's CUDA template would load as a pointer.
     """
     compiled = torch.compile(function, dynamic=True, backend=backend)
     configs: tuple[Any, Any] = (fx_config, dynamo_config)
@@ -589,7 +594,7 @@ def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return None as transformers' mask, because the pack's layout is the mask."""
+    """Return None instead of a mask, because the pack's layout defines what each token attends to."""
 
 
 AttentionInterface.register(NAME, packed_attention)

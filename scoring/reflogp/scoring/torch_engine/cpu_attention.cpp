@@ -1,7 +1,6 @@
 // Compute attention over a pack's branches on a CPU with bfloat16 instructions, in one pass over each branch's keys, with scores
-// and sums in float32 (the online softmax of FlashAttention, arxiv.org/abs/2205.14135). oneDNN computes the products, through
-// ATen.
-// cpu_attention.py compiles and calls this file.
+// and sums in float32 (the online softmax of FlashAttention, arxiv.org/abs/2205.14135). The matrix products are computed by oneDNN
+// through ATen. cpu_attention.py compiles this file and calls its kernel.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -21,35 +20,35 @@ namespace {
 using Bf16 = at::BFloat16;
 using Floats = at::vec::Vectorized<float>;
 
-// Number of keys of one block: the same number as in torch's own kernel. The softmax also rounds as in that kernel (the same
-// exponential, and the sum of weights before they are rounded). So values of the two kernels differ only by the order of sums.
+// Number of keys in a block, the same as in torch's own kernel. The softmax also rounds in the same way as that kernel (same
+// exponential; weights are summed before they are rounded). The two kernels' values therefore differ only in the order of sums.
 constexpr int64_t kKeys = 512;
-constexpr int64_t kRows = 128;            // queries times heads of one task
-constexpr int64_t kKeysAtOnce = 1 << 13;  // keys whose reordered copies exist at once, unless one branch has more
-// Shapes of products are rounded up, because oneDNN generates and keeps code for each new shape.
+constexpr int64_t kRows = 128;            // queries times heads in a task
+constexpr int64_t kKeysAtOnce = 1 << 13;  // limit of keys with reordered copies in memory; a single branch may exceed it
+// The shapes of matrix products are rounded up, because oneDNN generates and caches code for each new shape.
 constexpr int64_t kRowStep = 16, kKeyStep = 32;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 struct Branch {
-  int64_t start, stop, shared;  // its own tokens, and how many keys come before them
-  int64_t path;                 // index in `paths` of the place of its first key
-  int64_t first_block;          // first block of the copies of its keys
+  int64_t start, stop, shared;  // start and end of its own tokens, and the number of keys before them
+  int64_t path;                 // index in `paths` of its first key
+  int64_t first_block;          // index of the first block of its copied keys
   int64_t keys() const { return shared + stop - start; }
   int64_t blocks() const { return rounded_up(keys(), kKeys) / kKeys; }
-  // Number of the copy of one block under one key head.
+  // Index of the copy of a block for one key head.
   int64_t copy(int64_t key_heads, int64_t key_head, int64_t block) const {
     return first_block * key_heads + key_head * blocks() + block;
   }
 };
 
-// A task: some queries of a branch, under all heads that share one key head.
+// A task: some queries of a branch, for all query heads that share one key head.
 struct Task {
   int64_t branch, key_head, first_query, queries;
 };
 
-// Releases, also after an error, the state that oneDNN's products leave in a thread (the tiles of its matrix units).
+// Releases the state that oneDNN's products leave in a thread (tiles of the matrix units), even after an error.
 struct Products {
   ~Products() { at::native::cpublas::brgemm_release(); }
 };
@@ -59,12 +58,12 @@ struct Call {
   Bf16* out;                        // (tokens, heads, value size), contiguous
   const int64_t* paths;
   int64_t query_head_stride, query_stride, key_head_stride, key_stride, value_head_stride, value_stride;
-  int64_t heads, group, size, value_size;  // group: query heads of one key head
+  int64_t heads, group, size, value_size;  // group: query heads per key head
   float scale;
-  int64_t window;  // keys that a query sees; 0 for all
+  int64_t window;  // number of keys that a query attends to; 0 for all
 };
 
-// Calls `work(index)` for every index; each thread takes the next remaining index.
+// Distributes the indices 0 … count - 1 over threads. Each thread calls `work` once, then the result for each index it takes.
 template <typename Work>
 void share_out(int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -74,16 +73,16 @@ void share_out(int64_t count, const Work& work) {
   });
 }
 
-// One block of keys and values in the order that the products read: pairs of the summed dimension side by side.
+// Copies a block of keys and values in the order in which the products read it: pairs of the summed dimension are adjacent.
 void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key_head, Bf16* keys, Bf16* values) {
   const int64_t width = rounded_up(count, kKeyStep);
   const Bf16* from = call.key + key_head * call.key_head_stride;
   for (int64_t n = 0; n < width; ++n) {
-    const Bf16* row = from + places[std::min(n, count - 1)] * call.key_stride;  // places after the last key are masked
+    const Bf16* row = from + places[std::min(n, count - 1)] * call.key_stride;  // positions after the last key are masked
     for (int64_t d = 0; d < call.size; d += 2) std::memcpy(keys + d * kKeys + n * 2, row + d, 2 * sizeof(Bf16));
   }
   from = call.value + key_head * call.value_head_stride;
-  const std::vector<Bf16> nothing(call.value_size, Bf16(0));  // a weight of 0 times NaN would not be 0
+  const std::vector<Bf16> nothing(call.value_size, Bf16(0));  // zeros, because a weight of 0 times NaN would not be 0
   for (int64_t n = 0; n < width; n += 2) {
     const Bf16* even = n < count ? from + places[n] * call.value_stride : nothing.data();
     const Bf16* odd = n + 1 < count ? from + places[n + 1] * call.value_stride : nothing.data();
@@ -106,7 +105,7 @@ void softmax_row(float* scores, int64_t width, int64_t low, int64_t high, float 
   most.store(lanes);
   // If a score is NaN, then `now`, the sum and the output become NaN too.
   for (float lane : lanes) now = (lane * scale > now || std::isnan(lane)) ? lane * scale : now;
-  if (now == kNone) {  // no key was seen yet
+  if (now == kNone) {  // the query has not attended to any key yet
     std::fill(weights, weights + width, Bf16(0));
     return;
   }
@@ -155,7 +154,7 @@ class Worker {
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     std::fill(out_.begin(), out_.end(), 0.0f);
 
-    const int64_t first_query = branch.shared + task.first_query;  // place on the branch's path
+    const int64_t first_query = branch.shared + task.first_query;  // index on the branch's path
     const int64_t from = call_.window ? std::max<int64_t>(0, first_query - call_.window + 1) / kKeys : 0;
     const int64_t last_key = first_query + task.queries;
     for (int64_t block = from; block * kKeys < last_key; ++block) {
@@ -205,7 +204,7 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
     for (int64_t head = 0; head < key_heads; ++head) {
       for (int64_t block = 0; block < branch.blocks(); ++block) reorders.push_back({b, head, block});
       const int64_t queries = branch.stop - branch.start;
-      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // the queries that see the most keys first
+      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // those with the most keys first
         tasks.push_back({b, head, first, std::min(step, queries - first)});
     }
     blocks += branch.blocks();
@@ -230,13 +229,13 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
 }
 
 // query (heads, tokens, size), key, value (key heads, tokens, size); spans int64 (branches, 3): first own token, end, keys before;
-// paths int64: the places of every branch's keys, one branch after another. Returns (tokens, heads, value size).
+// paths int64: the indices of each branch's keys, one branch after another. Returns (tokens, heads, value size).
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& spans,
                   const at::Tensor& paths, double scale, int64_t window) {
-  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads' values must be contiguous");
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "last dimensions must be contiguous");
   TORCH_CHECK(query.size(2) == key.size(2) && query.size(2) % 2 == 0, "head sizes must be equal and even");
   TORCH_CHECK(key.size(0) > 0 && query.size(0) % key.size(0) == 0, "query heads must be a multiple of key heads");
-  TORCH_CHECK(key.size(0) == value.size(0) && key.size(1) == value.size(1), "keys and values must be as many");
+  TORCH_CHECK(key.size(0) == value.size(0) && key.size(1) == value.size(1), "there must be as many values as keys");
   TORCH_CHECK(scale > 0, "the scale must be positive");
   at::Tensor out = at::empty({query.size(1), query.size(0), value.size(2)}, query.options());
   const int64_t* span = spans.data_ptr<int64_t>();

@@ -1,7 +1,7 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-On CPUs with bfloat16 instructions torch's own kernel reaches a tenth of the rate of the matrix products around it, so attention
-takes a third to two thirds of the time of a pass.
+On CPUs with bfloat16 instructions, torch's own attention kernel reaches only a tenth of the speed of the matrix products around
+it. Attention would therefore take a third to two thirds of the time of a forward pass.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from reflogp.store.files import own_folder, write_atomically
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 _COMPILE += ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c"]
-#: Largest root mean square difference from torch's own kernel that rounding explains. The measured difference was 0.00005, for
-#: outputs of 0.2.
+#: Largest root mean square difference from torch's own kernel that rounding can explain. The measured difference was 0.00005
+#: for outputs around 0.2.
 _TOLERANCE = 0.002
-#: Maximum time of a build step, and maximum time to wait for another process's build, in seconds.
+#: Time limit for each build step, and for waiting while another process builds the kernel, in seconds.
 _PATIENCE = 300
 
 
 @cache
 def problem(size: int, value_size: int) -> str | None:
-    """Return why the kernel cannot be used for heads of these sizes on this machine, or None.
+    """Return why the kernel cannot be used on this machine for these head sizes, or None if it can.
 
-    The first call on a machine builds the kernel (10 s).
+    The first call on a machine builds the kernel, which takes 10 s.
     """
     if size % 2:
-        return f"head size {size} is odd, but the kernel computes pairs"
+        return f"head size {size} is odd, but the kernel supports only even head sizes"
     unusable = _loading_problem()
     if unusable is not None:
         return unusable
     try:
         difference = _difference_from_torch(size, value_size)
-    except RuntimeError as error:  # oneDNN is configured to use fewer instructions than the CPU has
+    except RuntimeError as error:  # oneDNN may be configured not to use all of the CPU's instructions
         return f"the kernel does not run: {str(error).splitlines()[0]}"
     return None if difference <= _TOLERANCE else f"the kernel differs from torch's by {difference:.2g}"
 
@@ -60,11 +60,12 @@ def attend(
     """Compute causal attention: the queries of each branch attend to the keys on its path.
 
     Args:
-        query: (heads, tokens, head size), bfloat16; key, value: (key heads, tokens, their sizes).
-        spans: int64 (branches, 3): first own token, end of the own tokens, and number of keys before them.
-        paths: int64, the places of each branch's keys, branch after branch.
-        scale: factor of the scores.
-        window: number of keys that a query sees, its own included; None for all keys.
+        query: bfloat16 (heads, tokens, head size); key, value: bfloat16 (key heads, tokens, key or value size).
+        spans: int64 (branches, 3): for each branch, the index of its first token, the index after its last token, and the
+            number of keys before its first token.
+        paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
+        scale: factor applied to the attention scores.
+        window: number of keys that a query attends to, including its own; None for all keys.
 
     Returns:
         (tokens, heads, value size), bfloat16.
@@ -82,23 +83,23 @@ def _loading_problem() -> str | None:
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
     if compiler is None:
-        return "there is no C++ compiler (g++) to build the kernel"
+        return "no C++ compiler (g++) was found to build the kernel"
     try:
         library = _built(compiler)
-        if not hasattr(torch.ops.reflogp, "attend"):  # registering the kernel twice would end the process
+        if not hasattr(torch.ops.reflogp, "attend"):  # registering the kernel twice would abort the process
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
         first_error = next((line for line in error.stderr.splitlines() if "error" in line), "")
         return f"{compiler} cannot compile the kernel: {first_error}"
-    except Exception as error:  # folders, locks and loaders fail in many ways; torch's own kernel runs instead
+    except Exception as error:  # folders, locks and loaders fail in many ways; torch's own kernel is used instead
         return f"the kernel cannot be built or loaded: {error.__cause__ or error}"
     return None
 
 
 def _built(compiler: str) -> Path:
-    """Return the compiled kernel.
+    """Return the path of the compiled kernel, and build the kernel if it is not cached.
 
-    The first process builds the kernel, which is cached for its source and the versions of torch and the compiler.
+    The cache key consists of the kernel's source, the versions of torch and of the compiler, and the compiler options.
     """
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
@@ -118,7 +119,7 @@ def _build(compiler: str, library: Path) -> None:
     libraries = torch_folder / "lib"
     with tempfile.TemporaryDirectory() as scratch:
         made = f"{scratch}/attention.o"
-        # Linked without -fopenmp: torch has its own OpenMP, and a second one would compete with it for the cores.
+        # Link without -fopenmp: torch brings its own OpenMP runtime, and a second one would compete with it for the cores.
         steps = [
             [*_COMPILE, f"-I{torch_folder / 'include'}", "-c", str(_SOURCE), "-o", made],
             ["-shared", made, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-o", str(library)],
@@ -129,9 +130,9 @@ def _build(compiler: str, library: Path) -> None:
 
 @torch.inference_mode()
 def _difference_from_torch(size: int, value_size: int) -> float:
-    """Return the largest root mean square difference between this kernel and torch's.
+    """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel.
 
-    The difference is measured on a branch and on a second branch that shares its start, with a window and without.
+    Both kernels compute two branches with a common beginning, with and without a sliding window.
     """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)

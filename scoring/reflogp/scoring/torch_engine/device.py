@@ -1,6 +1,6 @@
-"""Set the current device, copy to and from a device without waiting, and keep the number of OpenMP threads low.
+"""Set a thread's current device, copy tensors asynchronously, and keep the number of OpenMP threads low.
 
-torch is slower on a CPU if a process has more OpenMP threads than cores.
+On a CPU, torch is slower when a process has more OpenMP threads than cores.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device the current one of this thread while the block runs; do nothing for a CPU.
+    """Make a CUDA device this thread's current device while the block runs; do nothing for a CPU.
 
-    torch's tensor operations follow their tensors, but events, `torch.cuda.current_stream()`, Triton kernels and extensions
-    follow the thread's current device, which is GPU 0 until it is set.
+    torch's tensor operations run on the device of their tensors. Events, `torch.cuda.current_stream()`, Triton kernels and
+    extensions, however, use the thread's current device, which is GPU 0 by default.
     """
     if device.type != "cuda":
         yield
@@ -32,9 +32,9 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """Upload one-dimensional int64 arrays in one copy; return one tensor for each. The host does not wait for a CUDA device.
+    """Upload 1-D int64 arrays in a single copy; return one tensor per array. The host does not wait for a CUDA device.
 
-    The copy is made from pinned memory: from pageable memory the host would wait for all earlier work of the stream.
+    The copy is made from pinned memory. With pageable memory, the host would wait for all earlier work in the stream.
     """
     host = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
@@ -43,7 +43,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A point in a device's stream, after all work that the host has launched so far. On a CPU a mark has always passed."""
+    """A point in a device's stream, after all work launched so far. On a CPU, a mark has always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -62,18 +62,17 @@ class Mark:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Return the device time between two marks that have passed, in seconds."""
+        """Return the device time between `earlier` and this mark, in seconds. Both marks must have passed."""
         if self._event is None:
             return self._moment - earlier._moment
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-    """Begin to copy a tensor to the host.
+    """Start copying a tensor to the host.
 
     Returns:
-        (tensor on the host, mark after the copy on the stream of the device that holds the values). Do not read the tensor
-        before the mark has passed.
+        (tensor on the host, mark in the device's stream after the copy). Do not read the tensor until the mark has passed.
     """
     host = values
     if values.device.type == "cuda":
@@ -87,12 +86,12 @@ Result = TypeVar("Result")
 
 
 def run_in_own_thread(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread that ends with the call; return its result or raise its error.
+    """Call a function in a new thread that ends after the call; return the function's result or raise its error.
 
-    libgomp keeps a group of threads for each thread that ever computed in parallel, until that thread ends. If all groups
-    together have more threads than the process has cores, they sleep between two operations instead of waiting actively
-    (GOMP_SPINCOUNT in libgomp's manual): on two cores, a model that was loaded in one thread and computed in another ran at
-    0.65 of its normal speed. If the caller is interrupted, the call goes on in its thread.
+    libgomp keeps a pool of threads for each thread that has ever computed in parallel, until that thread ends. If all pools
+    together have more threads than the process has cores, libgomp's threads sleep between operations instead of spinning (see
+    GOMP_SPINCOUNT in libgomp's manual). On two cores, a model that was loaded in one thread and run in another reached only 65%
+    of its normal speed. If the caller is interrupted, the function keeps running in its thread.
     """
     outcome: Future[Result] = Future()
 

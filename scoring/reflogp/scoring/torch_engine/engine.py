@@ -1,7 +1,8 @@
 """Score token sequences with a frozen model on one device.
 
-The engine chooses the size of each pass, prepares the next pass and copies the last results while a pass is computed, and
-recovers when memory runs out. It works on token ids only: no text, no keys, no store.
+The engine chooses the size of each forward pass and recovers when memory runs out. While the device computes a pass, the engine
+prepares the next pass and copies the results of the previous one. The engine works with token ids only and knows nothing about
+text, keys or stores.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, S
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
 
-#: Number of sequences that are sorted and packed together. A larger window would take longer to pack and hardly share more
+#: Number of sequences that are sorted and packed together. A larger window would take longer to pack but hardly share more
 #: tokens.
 _WINDOW = 8_192
-#: Minimum number of tokens of a pass if `pass_seconds` is set: the matrix products of a shorter pass would be slow.
+#: Minimum number of tokens in a pass when `pass_seconds` is set. The matrix products of a shorter pass would be inefficient.
 _LEAST_PASS_TOKENS = 1_024
-#: Number of passes in a row that must fit before a halved budget is doubled again. By then, other processes may have freed
-#: memory. If they have not, one failed pass in this many costs little.
+#: Number of consecutive passes that must fit in memory before a halved budget is doubled again. By then, other processes may
+#: have freed memory. If they have not, one failed pass out of this many costs little.
 _GOOD_PASSES = 100
 
 
@@ -46,35 +47,36 @@ class TorchEngine:
     """Scores sequences with a reference model.
 
     Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
-    sentence) are computed once. At load a few sequences are scored both packed and one by one. If the values differ, the engine
-    warns and takes a slower path whose values agree (`self_check`).
+    sentence) are computed once. When the model is loaded, a few sequences are scored both packed and one at a time. If the
+    values differ, the engine warns and uses a slower path whose values agree (see `self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. For a revision
-            of a hub id pass `resolve_model(model, revision)`. A model in memory (load.in_memory) works too; its own dtype and
-            device are used, and the arguments `dtype` and `device` are ignored.
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`, with safetensors weights. For a revision of a hub
+            id, pass `resolve_model(model, revision)`. A model that is already in memory (`load.in_memory`) works too: it keeps
+            its dtype and device, and the arguments `dtype` and `device` are ignored.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
-            "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
+            "float16-autocast" use float32 weights under torch.autocast, like accelerate's mixed precision.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
-        token_budget: maximum number of tokens of one pass; "auto" computes it from the free memory. When memory runs out, the
+        token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. When memory runs out, the
             budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
-            up to its first value.
-        lm_head_dtype: "float32" computes the logits in float32; None computes them in the model's dtype. The dtype is part of
-            the reference id.
-        compile_layers: run decoder layers through torch.compile; None lets the engine decide by device and model
-            (forward.should_compile).
-        refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
-        trust_remote_code: run modelling code from the checkpoint.
+            up to its initial value.
+        lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. This setting is part of the
+            reference id.
+        compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
+            and the model (`forward.should_compile`).
+        refused_kernels: names of attention kernels that must not be used (`attention.installed_kernels` lists the names).
+        trust_remote_code: whether to run modeling code from the checkpoint.
 
     Attributes:
-        token_budget: maximum number of tokens of a pass.
-        pass_seconds: maximum device time of a pass in seconds; None for no limit. Set it while other work waits for the engine.
-        self_check: result of the check at load.
-        image_check: result of the check on the first sequences with images; None before.
+        token_budget: current maximum number of tokens in a pass.
+        pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
+            the engine.
+        self_check: result of the self-check that ran when the model was loaded.
+        image_check: result of the check on the first sequences with images; None until that check has run.
 
     Raises:
         UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
-        OutOfMemoryError: the model does not fit the memory of the device.
+        OutOfMemoryError: the model does not fit in the device's memory.
         EngineError: the model cannot be loaded.
 
     Examples:
@@ -106,7 +108,7 @@ class TorchEngine:
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
-            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it out for the model's {own_head}")
+            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or omit it for the model's {own_head}")
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
@@ -130,15 +132,15 @@ class TorchEngine:
         return short_repr("TorchEngine", f"{name} in {self._loaded.dtype_name} on {self.device}, {path}, {limit} in a pass")
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
-        """Return token_logps of each sequence: float32 arrays of len(completion_ids), in the order of the sequences.
+        """Return each sequence's token_logps, a float32 array of length len(completion_ids), in the order of `sequences`.
 
         Args:
-            sequences: prompts and completions as token ids. A prompt holds at least one token, because the first token of a
-                completion has no log-prob without a token before it. It begins with the BOS token if the model has one.
-            temperature: divisor of the logits (RLOO and GRPO compute log-probs at their sampling temperature).
+            sequences: prompts and completions as token ids. A prompt needs at least one token, because the first token of the
+                completion is predicted from the token before it. If the model has a BOS token, begin each prompt with it.
+            temperature: the logits are divided by this number (RLOO and GRPO compute log-probs at their sampling temperature).
 
         Raises:
-            InvalidSequencesError: some sequences cannot be scored; the error's `results` hold the values of the other
+            InvalidSequencesError: some sequences cannot be scored. The error's `results` contain the values of all other
                 sequences.
         """
         if not temperature > 0:
@@ -147,14 +149,14 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the problems of the sequences that this model cannot score, by index."""
+        """Return index -> reason for each sequence that this model cannot score."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, token_logps) of one sequence at a time, as passes finish; see `passes`."""
+        """Yield (index, token_logps) for one sequence at a time, as passes finish; see `passes`."""
         for landed in self.passes(sequences, skip, temperature):
             yield from landed
 
@@ -169,9 +171,9 @@ class TorchEngine:
 
         Args:
             sequences: sequences without `problems`.
-            skip: indices to leave out.
-            temperature: divisor of the logits.
-            before: called with the indices of each pass before the pass is launched.
+            skip: indices of sequences to skip.
+            temperature: the logits are divided by this number.
+            before: called before each pass is launched, with the indices of the pass's sequences.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -183,23 +185,25 @@ class TorchEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; yield the outcomes of each pass as passes finish.
 
-        Each pass is prepared and uploaded while the previous pass is computed, across groups too. The values of a pass are
-        copied to the host while the next pass runs. The caller may use the engine for other work between two yields.
+        Each pass is prepared and uploaded while the previous pass is computed, even if the two passes belong to different
+        groups. The values of a pass are copied to the host while the next pass runs. Between two yields, the caller may use the
+        engine for other work.
 
         Args:
-            groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of a few
-                thousand sequences share prefixes and fill passes well. The iterator runs in a thread of this engine and must
-                not block: an empty group means that no group is available at the moment. The pass in flight then finishes and
-                is yielded; if no pass is in flight, an empty list is yielded.
-            temperature: divisor of the logits.
-            before: called with the numbers of each pass's sequences before the pass is launched.
+            groups: lists of sequences without `problems`. The sequences of a group are packed together, the longest first;
+                groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in one of the engine's
+                threads and must not block: yield an empty group when no sequences are available yet. The engine then finishes
+                and yields the pass in flight, or yields an empty list if there is none.
+            temperature: the logits are divided by this number.
+            before: called before each pass is launched, with the numbers of the pass's sequences.
 
         Yields:
-            (number, outcome) of a pass's sequences, numbered from 0 across all groups. The outcome is token_logps, or a text
-            that says why there are no values: the sequence does not fit the memory even alone, or its values are not finite.
+            For each pass, a list of (number, outcome). Sequences are numbered from 0 across all groups. The outcome is
+            token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone, its values
+            are not finite, or one of its images can no longer be read.
 
         Raises:
-            EngineError: a pass failed. The values of earlier passes were yielded before.
+            EngineError: a pass failed. The values of all earlier passes have been yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -243,7 +247,7 @@ class TorchEngine:
                         again.extendleft(reversed(list(self._units_of(half, waiting))))
                     continue
                 except EngineError:
-                    if flying is not None:  # keep the values of the previous pass
+                    if flying is not None:  # do not lose the values of the previous pass
                         yield self._landed(flying, waiting)
                     raise
                 if flying is not None:
@@ -253,7 +257,7 @@ class TorchEngine:
                     self._count_good_pass()
                 elif len(places) == 1:
                     del waiting[places[0]]
-                    problem = f"{unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
+                    problem = f"{unit.tokens} tokens do not fit in the memory of {self.device} even alone; set a max_length"
                     yield [(places[0], problem)]
                 else:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
@@ -263,9 +267,10 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if packs with images give the same values as padded batches. Only the first sequences are compared, once.
+        """Return True if packs with images give the same values as padded batches; compare the first sequences once.
 
-        If memory runs out, `_launch` reports it, and the comparison is tried again with the next pass.
+        If memory runs out during the comparison, `_launch` reports it, and the next pass with images tries the comparison
+        again.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -289,9 +294,9 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit the memory; after enough such passes, double a halved budget.
+        """Count a pass that fit in memory. After enough such passes, double a budget that was halved.
 
-        The new budget applies to the next packs.
+        The new budget applies to packs that have not been built yet.
         """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
@@ -299,13 +304,13 @@ class TorchEngine:
             self.token_budget = min(2 * self.token_budget, self._first_budget)
 
     def operations(self) -> Operations:
-        """Return the operations of all passes whose values have arrived. The check at load is not counted."""
+        """Return the operations of all passes whose values have arrived, not counting the self-check."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the operations per second of a product of random matrices in the model's dtype; None if memory runs out.
+        """Return the device's peak rate in the model's dtype, in operations per second, or None if memory runs out.
 
-        The rate is measured once for each device and dtype.
+        The rate is measured with products of random matrices, once for each device and dtype.
         """
         try:
             with on_device(self.device):
@@ -316,9 +321,9 @@ class TorchEngine:
             return None
 
     def close(self) -> None:
-        """Release the weights, so that a job or a stopped stream that still refers to the engine does not keep them in memory.
+        """Free the weights, even if a job or a stopped stream still refers to the engine.
 
-        `problems`, `operations` and `provenance` still work afterwards; sequences can no longer be scored.
+        Afterwards, `problems`, `operations` and `provenance` still work, but sequences can no longer be scored.
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
@@ -326,7 +331,7 @@ class TorchEngine:
             del self._head
 
     def provenance(self) -> dict[str, Any]:
-        """Return how this engine computes values; it is stored with the values."""
+        """Return the versions and settings that this engine computes values with. They are stored with the values."""
         return {
             "engine": "torch",
             "torch": torch.__version__,
@@ -342,7 +347,7 @@ class TorchEngine:
         """Return the outcomes of a pass, and remove its sequences from `waiting`."""
         try:
             landed = flying.land()
-        except RuntimeError as error:  # CUDA reports errors of the running pass here
+        except RuntimeError as error:  # errors of the running pass surface here on CUDA
             raise EngineError(f"the pass failed on the device: {first_line(error)}") from error
         self._operations += flying.unit.operations
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
@@ -352,13 +357,13 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Return the maximum number of tokens that a pass may have now."""
+        """Return the maximum number of tokens that a pass may have at the moment."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Number the sequences of all groups, put them into `waiting`, and yield their passes, or None for an empty group."""
+        """Number the sequences of all groups, add them to `waiting`, and yield their passes; yield None for an empty group."""
         count = 0
         for group in groups:
             if not group:
@@ -374,10 +379,11 @@ class TorchEngine:
             yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
 
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
-        """Yield passes over all sequences within the current budget.
+        """Yield passes over all sequences, each within the current token budget.
 
-        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded. A pass with
-        images has only sequences with images, all of one processor.
+        Each sequence longer than the rope limit gets a pass of its own, and sequences with an attention mask are padded.
+        Sequences with images are not mixed with text-only sequences in a pass, and all images of a pass have the same
+        processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
@@ -443,7 +449,7 @@ class TorchEngine:
         except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these errors for images
             raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         self._features.clear()
-        # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.
+        # Empty the cache only here: inside the handler, the error's traceback still refers to the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None

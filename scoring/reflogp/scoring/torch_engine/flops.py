@@ -1,7 +1,7 @@
-"""Count the operations of a pass and measure the rate of a device, for model FLOPs utilization.
+"""Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the rate of operations that values depend on, divided
-by the rate of the device. Here the rate of the device is measured with a large matrix product, not read from a data sheet.
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) divides the rate of the operations that the values depend
+on by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from reflogp.scoring.torch_engine.sequences import Operations, Sequence
 Int64s = npt.NDArray[np.int64]
 
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-#: Number of untimed products of one size, while kernels are chosen and clocks rise, and number of timed products after them.
+#: For each size: the number of untimed warm-up products, during which kernels are chosen and clock speeds rise, and the number
+#: of timed products.
 _WARM_UP, _REPEATS = 2, 12
-#: Seconds that the products of one size may take: a CPU without instructions for a dtype needs minutes for the larger size.
+#: Time limit for the products of one size, in seconds. A CPU without native instructions for a dtype would need minutes for the
+#: larger size.
 _PATIENCE = 2.0
-#: Kinds of layers (transformers' names) whose queries see all earlier tokens, and kinds whose queries see a window.
+#: Layer types (transformers' names) whose queries attend to all earlier tokens, and layer types whose queries attend to a
+#: window.
 _FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attention", "hybrid_sliding")
 
 
 class ForwardFlops:
     """Counts the operations of a model's forward passes, two per multiply-add.
 
-    Each matrix weight of the decoder counts for each token (an expert's weight for its share of the tokens). Attention counts
-    for each token and the earlier tokens that it sees, and the output embedding for tokens that predict. For unknown kinds of
-    attention (linear, sparse) only the weights count, so the count is never too high.
+    Each weight matrix of the decoder is counted once per token (an expert's weights only for the expert's share of the tokens).
+    Attention is counted for each pair of a token and a token that it attends to, and the output embedding for each predicted
+    token. For layers with other types of attention (linear, sparse), only the weights are counted, so the result is never too
+    high.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,35 +55,35 @@ class ForwardFlops:
         self._layers = _attention_layers(config)
 
     def plain(self, sequences: list[Sequence]) -> float:
-        """Return the operations of one forward pass over each sequence on its own."""
+        """Return the number of operations for scoring each sequence in a forward pass of its own."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operations of a pack of some of `sequences`; tokens that they share are computed and counted once."""
+        """Return the operations for a pack of some of `sequences`; shared tokens are computed, and therefore counted, once."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])
         return Operations(plain, self._passed(lengths, shared, len(pack.predicted)))
 
     def padded(self, batch: list[Sequence]) -> Operations:
-        """Return the operations of a padded batch, in which no tokens are shared.
+        """Return the operations for a padded batch, in which no tokens are shared.
 
-        Tokens that a sequence's own mask hides count too.
+        Tokens that are hidden by a sequence's own mask are counted too.
         """
         plain = self.plain(batch)
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each path."""
+        """Return the operations for paths of these lengths, not counting the first `before` tokens of each path."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
 
 def expert_count(config: Any) -> int | None:
-    """Return the number of experts of each mixture-of-experts layer; None for a dense model.
+    """Return the number of experts in each mixture-of-experts layer; None for a dense model.
 
-    The field's name depends on the config.
+    The name of the field that stores this number differs between model families.
     """
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = (config, getattr(config, "ffn_config", None))
@@ -87,7 +91,7 @@ def expert_count(config: Any) -> int | None:
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    """Return how many weight elements of the decoder one token is multiplied with, without towers for images or audio."""
+    """Return how many weights of the text decoder are multiplied with each token, not counting towers for images or audio."""
     experts = expert_count(config)
     chosen = (
         getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
@@ -103,7 +107,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return (number of layers, function from n to the query-key pairs of a sequence's first n tokens) per kind of layer."""
+    """Return, per layer type, (number of layers, function from n to the number of query-key pairs of the first n tokens)."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -122,17 +126,17 @@ def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]
 
 
 def _pairs(count: Any) -> Any:
-    """Return the number of query-key pairs of the first `count` tokens if each sees itself and all earlier tokens."""
+    """Return the number of query-key pairs when each of `count` tokens attends to itself and to all earlier tokens."""
     return count * (count + 1) // 2
 
 
 @cache
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate of a square product of random matrices, in operations per second.
+    """Measure the peak rate of square matrix products, in operations per second.
 
-    The numbers are random because a GPU uses less power for constants, and then runs faster than with a model's weights. The
-    best of several repeats and two sizes is taken because any disturbance makes a product slower. The larger size is left out
-    if the rate of the smaller size shows that the product would take too long.
+    The matrices are random because a GPU uses less power to multiply constants, and would then run faster than with a model's
+    weights. The result is the best rate over several repeats of two sizes, because a disturbance can only make a product
+    slower. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:
@@ -145,7 +149,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Return the seconds of the fastest product of two random matrices, computed as in a linear layer."""
+    """Multiply two random matrices several times, as a linear layer does; return the fastest time in seconds."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     took: list[float] = []

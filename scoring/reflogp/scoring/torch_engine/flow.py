@@ -1,4 +1,4 @@
-"""Prepare passes in the background and collect their values, so that the device does not wait for the host."""
+"""Prepare forward passes in the background and collect their values, so that the device never waits for the host."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
-#: Seconds between two checks whether the values of a pass are on the host, while the next pass is not prepared yet.
+#: While the next pass is still being prepared, how often to check whether the current pass's values are on the host, in
+#: seconds.
 _LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One pass.
+    """A forward pass to run: its input, and where each sequence's values are in the output.
 
     Attributes:
-        work: a pack or a padded batch.
-        members: (index of a sequence, places of its values among the values of the pass).
-        tokens: size of the pass, padding included.
-        operations: operations of the pass.
-        with_images: the sequences of a pack, if they have images.
+        work: the input: a pack, or the sequences of a padded batch.
+        members: (index of a sequence, indices of its values in the output of the pass) for each sequence.
+        tokens: number of tokens in the pass, including padding.
+        operations: number of floating-point operations in the pass.
+        with_images: the sequences that the pack was built from, if they have images; None otherwise.
     """
 
     work: Pack | list[Sequence]
@@ -42,8 +43,8 @@ class InFlight:
     """A launched pass whose values are not on the host yet.
 
     Attributes:
-        values: host memory, complete when `landed` has passed.
-        began, landed: marks before the pass and after the copy of its values.
+        values: tensor on the host; complete once `landed` has passed.
+        began, landed: marks in the device's stream, set before the pass and after its values are copied.
     """
 
     unit: Unit
@@ -52,7 +53,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the values; return (index of a sequence, its token_logps or an error text if they are not finite)."""
+        """Wait for the values; return (index of the sequence, its token_logps, or an error message if they are not finite)."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -62,16 +63,16 @@ class InFlight:
         return outcomes
 
     def tokens_per_second(self) -> float:
-        """Return the speed at which the device computed the pass, whose values must be on the host."""
+        """Return how many tokens per second the device computed in this pass. Call it only after the values have arrived."""
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 
 class Prepared:
-    """A context manager that makes each unit in the background while the previous unit is computed.
+    """A context manager that prepares each unit in the background while the device computes the previous one.
 
     Args:
-        units: iterated in a thread, one unit at a time. The iterable yields None, without waiting, if there is nothing to
-            prepare at the moment.
+        units: the units to prepare. A background thread iterates over them, one at a time. When there is nothing to prepare
+            yet, the iterable must yield None instead of blocking.
     """
 
     def __init__(self, units: Iterable[Unit | None]) -> None:
@@ -86,12 +87,12 @@ class Prepared:
         self._background.shutdown(cancel_futures=True)
 
     def take(self, flying: InFlight | None) -> Unit | None:
-        """Wait until the next unit is made, and return it.
+        """Wait until the next unit is ready, and return it.
 
-        Returns None if the values of the pass in flight are on the host and no unit is ready, or if no pass is in flight and
-        there is nothing to prepare at the moment.
+        Returns None if the values of the pass in flight have arrived before the next unit is ready, or if no pass is in flight
+        and there is nothing to prepare yet.
 
-        Raises StopIteration after the last unit, and any error raised while a unit was made.
+        Raises StopIteration after the last unit, and re-raises any error that occurred while a unit was being prepared.
         """
         while True:
             while flying is not None and not self._coming.done():

@@ -1,8 +1,8 @@
-"""Run a model over packed sequences, a padded batch or a single sequence, and return float32 log-probs.
+"""Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
-The operations between the matrix products are compiled: norms, rotary embeddings, gates, the head's log-sum-exp. Without
-compilation each of them reads and writes whole activations several times; on a CPU they cost half as much as the products. One
-decoder layer is compiled and all layers use its code ("regional compilation"), for any architecture.
+The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
+compilation, each of these operations reads and writes whole activations several times. On a CPU, they take half as long as the
+matrix products. With any architecture, one decoder layer is compiled, and all layers use its code ("regional compilation").
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
-#: Minimum number of parameters of a model that is compiled: the first compilation takes 10 to 40 s (torch caches it on disk).
+#: Minimum number of parameters for a model to be compiled: the first compilation takes 10 to 40 s (torch caches the result on
+#: disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
 
 
 def should_compile(model: Any, device: torch.device) -> bool:
-    """Return True if compiling can save time: the model is large enough, a compiler is installed, and there are no experts.
+    """Return True if compiling can save time: the model is large enough and has no experts, and a compiler is available.
 
-    The loops over experts depend on the data, so compiling splits them into many small graphs and saves no time.
+    Loops over experts depend on the data, so compilation would split them into many small graphs and save no time.
     """
     experts = expert_count(model.config.get_text_config())
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
@@ -38,14 +39,14 @@ def should_compile(model: Any, device: torch.device) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers: the first list of modules with as many entries as the config has hidden layers."""
+    """Return the decoder layers: the first ModuleList whose length is the config's number of hidden layers."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     return list(next(lists, torch.nn.ModuleList()))
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each decoder layer in place, for any number of tokens."""
+    """Compile the decoder layers in place, for any number of tokens."""
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 
@@ -58,7 +59,7 @@ def uncompile_layers(model: Any) -> None:
 
 @cache
 def compiled_log_sum_exp() -> Any:
-    """Return a compiled `head.log_sum_exp`, which reads the logits once instead of five times."""
+    """Return a compiled version of `head.log_sum_exp`, which reads the logits once instead of five times."""
 
     def whole(product: torch.Tensor, logits: Any, scale: float) -> torch.Tensor:
         return torch.logsumexp(logits(product.float()) * scale, 1)
@@ -79,11 +80,11 @@ def forward_pack(
     refused: Collection[str] = (),
     inputs: DecoderInputs | None = None,
 ) -> torch.Tensor:
-    """Return the log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must use packed attention.
+    """Return the log-probs of the tokens in `pack.predicted`, float32 (predictions,) on the device. Requires packed attention.
 
     Args:
-        refused: names of attention kernels that may not be used.
-        inputs: the decoder's inputs for a pack with images; None for a pack of text.
+        refused: names of attention kernels that must not be used.
+        inputs: the decoder's inputs for a pack with images; None for a text-only pack.
 
     Raises:
         UnsupportedAttentionError: a layer does not support packed attention.
@@ -95,10 +96,10 @@ def forward_pack(
 
 @torch.inference_mode()
 def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = None) -> torch.Tensor:
-    """Return the last hidden states of a pack's tokens, (tokens, hidden size).
+    """Return the last layer's hidden states for a pack's tokens, (tokens, hidden size).
 
     Args:
-        inputs: the decoder's inputs for a pack with images; None for a pack of text.
+        inputs: the decoder's inputs for a pack with images; None for a text-only pack.
     """
     with packed(layout):
         if inputs is None:
@@ -113,10 +114,10 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return log-probs of all completion tokens of a batch, float32 (tokens,) on the device, sequence by sequence.
+    """Return the log-probs of a batch's completion tokens, one sequence after another, float32 (tokens,) on the device.
 
     The batch is padded on the right. A sequence with an attention mask keeps its mask and its own padding. Either all sequences
-    have images, or none.
+    must have images, or none of them.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -142,7 +143,7 @@ def forward_padded(
 
 @contextmanager
 def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
-    """Set the model's attention implementation, by its name in transformers, while the block runs."""
+    """Switch the model to an attention implementation (a name in transformers) while the block runs."""
     before = model.config._attn_implementation
     if implementation != before:
         model.set_attn_implementation(implementation)
@@ -154,9 +155,9 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Yield indices of sequences in batches whose padded size is within the budget, the longest sequences first.
+    """Yield batches of sequence indices, longest sequences first, whose padded size is within the token budget.
 
-    A sequence longer than the budget is a batch of its own.
+    A sequence longer than the budget gets a batch of its own.
     """
     lengths = [len(sequence) for sequence in sequences]
     batch: list[int] = []

@@ -1,6 +1,6 @@
-"""Compute log-probs of given tokens from hidden states.
+"""Compute the log-probs of given tokens from hidden states.
 
-The logits of all tokens, [tokens, vocab], are never held at once. Sums over the vocabulary are computed in float32.
+The full logits, (tokens, vocabulary), are never in memory at once. Sums over the vocabulary are computed in float32.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.torch_engine.load import autocasting
 
-#: Maximum number of logits held at once if rows span the whole vocabulary: 2**28 are 512 MiB in bfloat16, plus 1 GiB in
-#: float32.
+#: Maximum number of logits in memory at once when rows span the whole vocabulary. 2**28 logits take 512 MiB in bfloat16, plus 1
+#: GiB in float32.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-#: Rows and columns of logits that a CPU holds at once: few enough to stay in cache until they are summed, and enough for a fast
-#: product (measured: a fifth faster than rows of a whole vocabulary).
+#: Rows and columns of a block of logits on a CPU: small enough to stay in cache until the block is summed, and large enough for
+#: a fast product (measured to be 20% faster than rows that span the whole vocabulary).
 _CPU_BLOCK = (1024, 4096)
-#: Number of elements of the output embedding that are cast at once on CUDA if its dtype is not the product's: 256 MiB in
-#: float32.
+#: Number of elements of the output embedding that are cast at once on CUDA when the product has a different dtype (256 MiB in
+#: float32).
 _CAST_NUMBERS = 1 << 26
-#: Rows and columns of one tile of a CUDA product. Chunks are multiples of a tile, so that no tile is computed in part.
+#: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
+#: in full.
 _TILE = 128
-#: Rows of logits that are summed at once on a CPU: few enough that their float32 copy stays in cache.
+#: Number of rows of logits that are summed at once on a CPU: few enough for their float32 copy to stay in cache.
 _SUM_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Logits:
-    """The function from the output embedding's product to the logits: softcap * tanh(scale * product / softcap)."""
+    """The function that turns the output embedding's product into logits: softcap * tanh(scale * product / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the logits of a float32 product."""
+        """Return the logits for a float32 product."""
         scaled = product if self.scale == 1.0 else product * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
@@ -46,24 +47,24 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
-    computed in float32: rounding that logit to bfloat16 would cause the largest single error of a log-prob, and one more dot
-    product per token avoids this error. For any other head the model's own forward is called on the given hidden states, so no
-    architecture-specific code is needed.
+    A head that is a matrix product, with or without a scale and a soft cap, is computed by this class, and the logit of each
+    target token is computed in float32. Rounding that logit to bfloat16 would be the largest single source of error in a
+    log-prob, and one extra dot product per token avoids it. For any other head, the model's own forward is called with the
+    given hidden states, so no architecture-specific code is needed.
 
-    Under autocast the rounded logit is kept, because values under autocast are compared with values of a run whose logits are
-    rounded the same way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in
-    float32).
+    Under autocast, the rounded logit is used, because these values are compared with those of a training run, which rounds its
+    logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the log-sum-exp over the
+    logits in float32.)
 
     Args:
         model: a causal language model.
-        float32: compute the products in float32 whatever the model's dtype is.
-        autocast: dtype of the torch.autocast that the model runs under; None for no autocast.
+        float32: whether to compute the products in float32, whatever the model's dtype is.
+        autocast: dtype of the torch.autocast that the model runs under; None if it runs without autocast.
 
     Attributes:
-        logits: the function from the head's products to its logits, found by trying the known forms; None if no form agrees
-            with the model's own forward.
-        log_sum_exp: function that sums the logits; `log_sum_exp` or a compiled version.
+        logits: the function that turns the head's products into logits, found by trying known forms; None if none of them
+            agrees with the model's own forward.
+        log_sum_exp: the function that computes the log-sum-exp of the logits: `log_sum_exp` or a compiled version of it.
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -73,19 +74,19 @@ class Head:
         self.logits = self._find_logits()
         self._float32 = float32
         self._rounded = autocast if not float32 else None
-        # Cast once: autocast would cast this matrix, the model's largest, again for each chunk.
+        # Cast the matrix once: it is the model's largest, and autocast would cast it again for each chunk.
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp = log_sum_exp
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Return log p(target) at some positions.
+        """Return the log-probs of target tokens at the given positions.
 
         Args:
             states: last hidden states, (positions, hidden size), in the model's dtype.
-            at: the positions that predict, int64 (n,).
-            targets: the token ids that they predict, int64 (n,).
-            temperature: divisor of the logits.
+            at: indices in `states` of the positions that predict the targets, int64 (n,).
+            targets: token ids of the targets, int64 (n,).
+            temperature: the logits are divided by this number.
 
         Returns:
             float32 (n,).
@@ -93,7 +94,7 @@ class Head:
         hidden = states[at]
         if self.logits is None:
             return self._logps_by_model(hidden, targets, temperature)
-        with autocasting(hidden.device, None):  # the code below sets each dtype itself; autocast would change the dtypes
+        with autocasting(hidden.device, None):  # the code below sets each dtype explicitly; autocast would change them
             return self._logps_of_products(hidden, targets, temperature)
 
     def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -116,8 +117,8 @@ class Head:
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
         exact = self.logits(exact) / temperature
-        # The exact logit replaces the rounded logit in the sum too, so that log p is never above zero:
-        # with p = exp(rounded - total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
+        # Replace the rounded logit by the exact one in the sum too, so that log p is never above zero: with p = exp(rounded -
+        # total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
         share = torch.exp(rounded - total).clamp(max=1.0)
         corrected = total + torch.log(1.0 - share + share * torch.exp(exact - rounded))
         logps: torch.Tensor = torch.clamp(exact - corrected, max=0.0)
@@ -126,12 +127,13 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (log-sum-exp of all logits, the target's logit as the product rounds it), both float32 (n,).
+        """Return (log-sum-exp of all logits, the target's logit as rounded in the product), both float32 (n,).
 
-        Blocks of the vocabulary are the outer loop, so that a weight that is not in the product's dtype is cast once per block.
+        The outer loop is over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at most
+        once.
         """
         assert self.logits is not None
-        # Mamba keeps its residual stream in float32, so these states are float32 too.
+        # Mamba keeps its residual stream in float32, so its hidden states are float32 too.
         dtype = torch.float32 if self._float32 else self._rounded or hidden.dtype
         as_they_are = self._factors.dtype == dtype or _is_widened(hidden, self._factors, dtype)
         blocks = list(_slices(self._weight.shape[0], self._columns_at_once(as_they_are)))
@@ -151,7 +153,7 @@ class Head:
         return total, self.logits(rounded.float()) / temperature
 
     def _columns_at_once(self, as_they_are: bool) -> int:
-        """Return how many columns of logits are computed at once: all columns on CUDA, unless the weight must be cast."""
+        """Return how many columns of logits to compute at once: on CUDA, all of them unless the weight must be cast."""
         vocabulary, hidden_size = self._weight.shape
         if self._weight.device.type == "cpu":
             return _CPU_BLOCK[1]
@@ -159,13 +161,13 @@ class Head:
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
-        """Return the first form that agrees with the model's own forward; None if no form does.
+        """Return the first known form of the logits that agrees with the model's own forward, or None.
 
-        The forms are built from config fields that trl/trainer/utils.py, add_fused_lm_head, lists.
+        The forms are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
         """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
-            return None  # a head with an adapter has its base layer's weight, and the adapter adds to the product
+            return None  # with an adapter on the head, `weight` is that of the base layer and lacks the adapter's part
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         with autocasting(weight.device, None):
@@ -184,7 +186,7 @@ class Head:
         return None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the model's own forward, with its backbone replaced by one that returns `hidden`."""
+        """Run the model's own forward with a backbone that returns `hidden`; return the logits."""
         name = self._model.base_model_prefix
         backbone = self._model._modules[name]
         self._model._modules[name] = _Answer(hidden[None], backbone)
@@ -205,32 +207,32 @@ def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a product can take 16-bit operands, and accumulate and return float32 (torch >= 2.8, CUDA only).
+    """Return True if a product can accumulate and return float32 for 16-bit operands (torch >= 2.8, CUDA only).
 
-    Products of two 16-bit numbers are exact in float32, so the result equals that of float32 operands, at 16-bit speed.
+    The product of two 16-bit numbers is exact in float32, so the result is the same as with float32 operands, at 16-bit speed.
     """
     narrow = hidden.dtype == factors.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     return narrow and dtype == torch.float32 and hidden.device.type == "cuda"
 
 
 def _rows_at_once(device: torch.device, columns: int) -> int:
-    """Return how many rows of `columns` columns are computed at once."""
+    """Return how many rows of logits with this many columns to compute at once."""
     rows = _WHOLE_LOGITS[device.type] // columns
     return min(_CPU_BLOCK[0], max(1, rows)) if device.type == "cpu" else _in_tiles(rows)
 
 
 def _in_tiles(count: int) -> int:
-    """Return the largest multiple of a tile up to `count`, at least one tile."""
+    """Round down to a multiple of the tile size, but at least to one tile."""
     return max(1, count // _TILE) * _TILE
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
-    """Return slices of `size` that cover 0 … count; the last one may be shorter."""
+    """Return slices of length `size` that together cover range(count); the last slice may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:
-    """Return the log-sum-exp of each row's logits times `scale` (one over the temperature), float32 (n,)."""
+    """Multiply the logits by `scale` (1 / temperature) and return the log-sum-exp of each row, float32 (n,)."""
     if product.device.type != "cpu":
         return torch.logsumexp(logits(product.float()) * scale, 1)
     out = torch.empty(len(product), dtype=torch.float32)
@@ -241,18 +243,18 @@ def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Te
 
 
 class _Answer(torch.nn.Module):
-    """A replacement of a backbone that returns one given tensor of hidden states; other attributes are the backbone's."""
+    """A stand-in for a backbone: returns the given hidden states, and takes all other attributes from the backbone."""
 
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
-        self._backbone = [backbone]  # in a list, so that torch does not register it as a child module
+        self._backbone = [backbone]  # in a list so that torch does not register it as a child module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # OPT's head calls `model.decoder`; other heads read a multiplier from the backbone.
+            # OPT calls `model.decoder`; other models read a multiplier for the logits from the backbone.
             return self if name == "decoder" else getattr(self._backbone[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -260,7 +262,7 @@ class _Answer(torch.nn.Module):
 
 
 class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A backbone's output in which missing fields are None: heads of some models read further fields (cross attentions, …)."""
+    """A backbone's output whose missing fields are None, because some models' heads read more fields (cross attentions, …)."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

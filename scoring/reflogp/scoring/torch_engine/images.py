@@ -1,11 +1,12 @@
-"""Make the inputs of a vision-language model: pixels for a padded batch, or the text decoder's inputs for a pack.
+"""Build a vision-language model's inputs: pixels for a padded batch, or the text decoder's inputs for a pack.
 
-In a pack the vision tower runs once for each distinct image. The features are read from the arguments with which the model
-calls its text decoder. Features that the decoder adds after its first layers (DeepStack, arxiv.org/abs/2406.04334) are
-arguments too. Positions that have several parts (Qwen-VL) are computed by the model's own function, for each sequence.
+For a pack, the vision tower runs once for each distinct image. The image features are taken from the arguments that the model
+passes to its text decoder, including features that the decoder adds after its first layers (DeepStack,
+arxiv.org/abs/2406.04334). Positions with several components (Qwen-VL) are computed for each sequence by the model's own
+function.
 
-Before a model's sequences with images are packed, `layout_of` compares what the model gives its decoder for a single sequence
-with what a pack gives it: the positions, and which tokens each token attends to.
+Before sequences with images are packed, `layout_of` compares what the model passes to its decoder for a single sequence with
+what a pack passes: the positions, and which tokens each token attends to.
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ from reflogp.scoring.torch_engine.packing import Pack, image_ends
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.store.images import FIRST_IMAGE_ID
 
-#: Inputs of a model that name the type of each token, as processors make them.
+#: Names of the model inputs that give each token's type, as processors produce them.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = frozenset({"input_ids", "attention_mask", *_TYPES})
-#: Arguments of decoders that a pack also provides, or does not need.
+#: Decoder arguments that a pack also provides or does not need.
 _LAID_OUT = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position"}
 )
-#: Maximum number of bytes of features that are kept for later packs.
+#: Maximum size of the image features kept for later packs, in bytes.
 KEPT_BYTES = 256 << 20
-#: Maximum number of bytes of decoded images that are held at once for several sequences.
+#: Maximum total size of the decoded images of several sequences that are in memory at once, in bytes.
 DECODED_BYTES = 1 << 30
-#: Identifies images whose features are computed together: the processor's settings, the digests of the images, the number of
-#: tokens of each image.
+#: Identifies images whose features are computed together: the processor's settings, the images' digests, and each image's
+#: number of tokens.
 _Part = tuple[bytes, tuple[bytes, ...], tuple[int, ...]]
 
 
 class TooManyPixelsError(Exception):
-    """The images of several sequences take more than DECODED_BYTES; the sequences must be processed separately."""
+    """The images of several sequences need more than DECODED_BYTES of memory; the sequences must be processed separately."""
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return a model's inputs for the images of some sequences, on the host, and the names of its inputs of token types.
+    """Return a model's inputs for these images, on the host, and the names of the model's token-type inputs.
 
     Args:
-        images: the images of at least one sequence, all of one processor.
+        images: the images of one or more sequences; all must have the same processor.
 
     Raises:
         PictureError: an image can no longer be read.
-        TooManyPixelsError: more than one sequence, and their decoded images take too much memory.
+        TooManyPixelsError: the decoded images of two or more sequences need too much memory.
     """
     processor = images[0].vision.processor
     loaded: dict[bytes, Any] = {}
@@ -77,9 +78,9 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return 1 for each token of an image and 0 for other tokens, as processors do, (n,).
+    """Return 1 for each image token and 0 for each other token, as processors do, shape (n,).
 
-    `ids` are the ids that the model reads.
+    `ids` are the token ids that the model gets (see `Sequence.model_ids`).
     """
     return np.isin(ids, images.vision.processor.image_token_ids).astype(np.int64)
 
@@ -89,11 +90,11 @@ class DecoderInputs:
     """The inputs of a model's text decoder for a pack with images, on the device.
 
     Attributes:
-        embeddings: (tokens, hidden size), with features in the places of images.
-        positions: the model's own positions if they have several parts, int64 (parts, tokens); None if they have one part.
-        image_places: places of image tokens, bool (tokens,).
-        deep: features that the decoder adds to the hidden states of image tokens after its first layers, one tensor for each of
-            these layers, (image tokens, hidden size); empty for most models.
+        embeddings: (tokens, hidden size), with image features in place of the embeddings of image tokens.
+        positions: the model's own positions if they have several components, int64 (components, tokens); None otherwise.
+        image_places: True for image tokens, bool (tokens,).
+        deep: features that the decoder adds to the hidden states of image tokens after each of its first layers: one tensor per
+            layer, (image tokens, hidden size). Empty for most models.
         both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
@@ -104,7 +105,7 @@ class DecoderInputs:
     both_ways: bool
 
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the decoder's keyword arguments. `positions`, (tokens,), are used if these inputs have no positions."""
+        """Return the decoder's keyword arguments. `positions`, (tokens,), is used if the model has no positions of its own."""
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
         return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
@@ -112,12 +113,12 @@ class DecoderInputs:
 
 @dataclass(frozen=True)
 class _Features:
-    """The inputs of the decoder for the tokens of some images.
+    """The decoder's inputs for the tokens of images that are processed together.
 
     Attributes:
-        embeddings: (tokens of the images, hidden size).
-        deep: as in DecoderInputs.
-        grids: inputs of the model's function for positions, on the host.
+        embeddings: features of the image tokens, (image tokens, hidden size).
+        deep: see DecoderInputs.
+        grids: arguments for the model's function that computes positions, on the host.
     """
 
     embeddings: torch.Tensor
@@ -130,18 +131,18 @@ class _Features:
 
 
 class ImageFeatures:
-    """Makes the decoder's inputs of packs.
+    """Builds the decoder's inputs for packs with images.
 
-    The vision tower runs once for each distinct image of a pack, or for each distinct set of images of a prompt where an
-    image's features depend on the others.
+    The vision tower runs once for each distinct image of a pack. If an image's features depend on the prompt's other images, it
+    runs once for each distinct set of images of a prompt.
 
-    The features that were used last are kept for later packs, up to a limit of memory. An image with larger features is
-    decoded, processed and computed again in the next pack that has it.
+    The most recently used features are kept for later packs, up to a memory limit. If an image's features are larger than the
+    limit, the image is decoded and processed again for each pack that contains it.
 
     Args:
-        model: the model; it uses its own attention while inputs are made.
+        model: the model. Set it to its own attention implementation before inputs are built.
         device: the model's device.
-        limit: maximum number of bytes of kept features.
+        limit: maximum size of the kept features, in bytes.
     """
 
     def __init__(self, model: Any, device: torch.device, limit: int = KEPT_BYTES) -> None:
@@ -153,19 +154,19 @@ class ImageFeatures:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Forget all features when the block ends."""
+        """Discard all features when the block ends."""
         try:
             yield
         finally:
             self.clear()
 
     def clear(self) -> None:
-        """Forget all features."""
+        """Discard all features."""
         self._kept.clear()
         self._kept_bytes = 0
 
     def close(self) -> None:
-        """Forget all features and the model, because a stream that stopped before its end still refers to this object."""
+        """Release all features and the model, because a stream that was stopped early still refers to this object."""
         self.clear()
         self._model = None
 
@@ -175,7 +176,7 @@ class ImageFeatures:
 
         Args:
             pack: a pack of sequences with images.
-            sequences: the sequences that the pack was made of.
+            sequences: the sequences that the pack was built from.
             both_ways: True if the tokens of an image attend to each other in both directions.
 
         Raises PictureError if an image can no longer be read.
@@ -183,7 +184,7 @@ class ImageFeatures:
         is_image = pack.token_ids >= FIRST_IMAGE_ID
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
         embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
-        features: dict[_Part, _Features] = {}  # all features of this pack, even if they are not kept
+        features: dict[_Part, _Features] = {}  # all features of this pack, including features that are too large to keep
         chosen: list[tuple[_Features, torch.Tensor | slice]] = []  # (features of a part, which of its tokens a branch adds)
         positions: list[torch.Tensor] = []
         for branch in pack.branches:
@@ -217,7 +218,7 @@ class ImageFeatures:
 
     @torch.inference_mode()
     def positions_of(self, sequence: Sequence) -> torch.Tensor:
-        """Return the positions of a sequence's tokens in a pack, int64 (parts, tokens), on the host."""
+        """Return the positions that a sequence's tokens have in a pack, int64 (components, tokens), on the host."""
         assert sequence.images is not None
         if not self._has_own_positions():
             return torch.arange(len(sequence))[None]
@@ -228,7 +229,7 @@ class ImageFeatures:
         return hasattr(self._model.base_model, "get_rope_index")
 
     def _own_positions(self, sequence: Sequence, grids: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the positions that the model's own function computes for a whole sequence, int64 (parts, tokens)."""
+        """Return the positions that the model's own function computes for a whole sequence, int64 (components, tokens)."""
         images = sequence.images
         assert images is not None
         ids = sequence.model_ids()
@@ -251,7 +252,7 @@ class ImageFeatures:
         return found
 
     def _computed(self, part: SequenceImages) -> _Features:
-        """Run the model up to the entry of its decoder, on the image tokens of a part alone."""
+        """Run the model on a part's image tokens only, and stop when it calls its decoder."""
         pixels, types = pixel_inputs([part])
         ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
         more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}
@@ -267,41 +268,42 @@ def _key(part: SequenceImages) -> _Part:
 
 
 def _position_arguments(model: Any) -> frozenset[str]:
-    """Return the names of the arguments of a model's own function for positions; none if it has no such function."""
+    """Return the argument names of the model's own function for positions; empty if the model has no such function."""
     function = getattr(model.base_model, "get_rope_index", None)
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
 
 def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions: torch.Tensor) -> tuple[bool, str | None]:
-    """Compare the decoder inputs that a model makes for one sequence with those that a pack can provide.
+    """Compare the inputs that a model passes to its decoder for one sequence with the inputs that a pack can provide.
 
     Args:
         config: the config of the model's text decoder.
         sequence: a sequence with images.
-        given: the keyword arguments that the model called its decoder with for this sequence alone, without padding.
-        positions: the positions that the sequence's tokens have in a pack, (parts, tokens).
+        given: the keyword arguments of the model's call to its decoder for this sequence alone, without padding.
+        positions: the positions that the sequence's tokens have in a pack, (components, tokens).
 
     Returns:
-        (True if the tokens of an image attend to each other in both directions, what a pack cannot provide or None).
+        (True if the tokens of an image attend to each other in both directions, description of what a pack cannot provide or
+        None).
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
-        return False, f"the model's decoder also gets {', '.join(others)}"
+        return False, f"the model's decoder also takes {', '.join(others)}, which a pack cannot provide"
     own = given.get("position_ids")
     if own is None:
         own = torch.arange(len(sequence))[None]
     own = own.reshape(-1, len(sequence)).cpu()
     if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
-        return False, "the positions of image tokens are not known"
+        return False, "the positions of image tokens differ from those in a pack"
     masks = given.get("attention_mask")
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "image tokens attend to other tokens than in a pack"
+    return False, "image tokens do not attend to the same tokens as in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
-    """Return True if `masks` (None for causal, a tensor, or a dictionary by kind of layer) equal the masks of a pack."""
+    """Return True if `masks` (None for causal, a tensor, or a dictionary by layer type) match the masks of a pack."""
     kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
     reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]
     key = torch.arange(len(sequence))
@@ -328,15 +330,15 @@ def on_device(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str
 
 
 class _ReadError(Exception):
-    """Ends a forward pass at the entry of the decoder."""
+    """Raised to stop a forward pass when the model calls its decoder."""
 
 
 @contextmanager
 def decoder_calls(model: Any, stop: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Collect the keyword arguments of each call of a model's text decoder while the block runs.
+    """Collect the keyword arguments of each call to a model's text decoder while the block runs.
 
     Args:
-        stop: raise _ReadError in place of each call.
+        stop: instead of running the decoder, raise _ReadError.
     """
     seen: list[dict[str, Any]] = []
 

@@ -1,6 +1,6 @@
-"""Load a frozen causal language model from a checkpoint folder: safetensors only, evaluation mode, no gradients.
+"""Load a frozen causal language model from safetensors files, in evaluation mode and without gradients.
 
-Weights are read from the files to their device, a few tensors at a time.
+Weights are read from the files and moved to the device a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from reflogp.store.texts import first_line
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to score.
+    """A model that is ready for scoring, and its limits.
 
     Attributes:
         model: transformers model in evaluation mode on `device`; its parameters have no gradients.
         dtype: dtype of the weights.
         autocast: dtype that torch.autocast casts the operands of matrix products to; None for no autocast.
-        vocab_size: rows of the output embedding; token ids must be smaller.
-        max_positions: positions that the config allows; None if the config has no limit.
-        rope_limit: length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and "dynamic"
-            scaling); None for other models. Longer sequences are scored alone.
+        vocab_size: number of rows of the output embedding; token ids must be smaller.
+        max_positions: maximum number of positions according to the config; None if the config sets no limit.
+        rope_limit: for models with "longrope" or "dynamic" RoPE scaling, the length above which a sequence changes the rotary
+            embeddings of all sequences in its pass; None for other models. Longer sequences are scored alone.
     """
 
     model: Any
@@ -48,37 +48,37 @@ class LoadedModel:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Dtype of the matrix products."""
+        """The dtype in which matrix products are computed."""
         return self.autocast or self.dtype
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype that the model computes in, as references write it."""
+        """The name that references use for the dtype that the model computes in."""
         name = str(self.product_dtype).removeprefix("torch.")
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return the context for each forward pass: torch.autocast as accelerate sets it up, or autocast switched off."""
+        """Return the context manager for a forward pass: torch.autocast as accelerate sets it up, or autocast turned off."""
         return autocasting(self.device, self.autocast)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return torch.autocast with this dtype; None switches off an autocast of the caller."""
+    """Return torch.autocast with this dtype. If `dtype` is None, autocast is disabled, even if the caller has enabled it."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the torch device for a name: "auto" is CUDA if available, else the CPU; other names are torch's own.
+    """Return the torch device for a name: "auto" selects CUDA if available, otherwise the CPU; other names are torch's own.
 
-    CUDA without a number is this thread's current device. Raises EngineError for a device that does not exist or is neither a
-    CPU nor CUDA.
+    "cuda" without a number selects this thread's current device. Raises EngineError if the device does not exist or is neither
+    a CPU nor a CUDA device.
     """
     if device == "auto":
         return choose_device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.empty(0, device=device).device  # with its number, since each thread has its own current device
+        chosen = torch.empty(0, device=device).device  # has a device number, because each thread has its own current device
         if chosen.type not in ("cpu", "cuda"):
-            raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
+            raise EngineError(f"device {device!r}: this engine supports only cpu and cuda")
         return chosen
     except (RuntimeError, AssertionError) as error:
         why = first_line(error)
@@ -86,14 +86,15 @@ def choose_device(device: str) -> torch.device:
 
 
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
-    """Return the model with the adapter's layers inserted, in the model's dtype and on its device.
+    """Insert the adapter's layers into the model, in the model's dtype and on its device; return the model.
 
-    The adapter is not merged into the weights: rounding the sums to the weights' dtype would lose its small changes.
+    The adapter is not merged into the weights, because rounding the sums to the weights' dtype would lose the adapter's small
+    changes.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise EngineError(f"{adapter.folder} is an adapter: pip install peft") from error
+        raise EngineError(f"{adapter.folder} is an adapter, which needs peft: pip install peft") from error
     try:
         with memory_errors(device, f"the adapter {adapter.folder} was loaded"):
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
@@ -111,14 +112,15 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
 
     Args:
         model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
-        dtype: "float32", "bfloat16", "float16" or "checkpoint"; "bfloat16-autocast", "float16-autocast" for float32 weights and
-            forward passes under torch.autocast.
+        dtype: "float32", "bfloat16", "float16" or "checkpoint". "bfloat16-autocast" and "float16-autocast" load float32 weights
+            and run forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
-        trust_remote_code: run modelling code from the checkpoint. Off by default.
+        trust_remote_code: whether to run modeling code from the checkpoint.
 
     Raises:
-        UsageError, CheckpointError: see `read_checkpoint`.
-        OutOfMemoryError: the model does not fit the device, which is checked before the weights are read, or memory ran out.
+        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
+        OutOfMemoryError: the model does not fit on the device (checked before weights are read), or memory ran out while
+            loading.
         EngineError: the device cannot be used, transformers cannot build the model, or weights are missing from the files.
     """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model))
@@ -129,7 +131,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     quantized = is_quantized(checkpoint)
     devices = [where] if where.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices),  # building a model draws random numbers; the caller's generators must not advance
+        torch.random.fork_rng(devices),  # building a model draws random numbers, which must not affect the caller's generators
         memory_errors(where, f"{checkpoint.folder} was loaded"),
         _unloadable(checkpoint.folder),
     ):
@@ -151,7 +153,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     if absent:
         raise EngineError(
             f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
-            f"({', '.join(absent[:3])}); they would be random"
+            f"({', '.join(absent[:3])}); they would be initialized randomly"
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)
@@ -162,10 +164,10 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
 
 
 def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> None:
-    """Raise OutOfMemoryError if a model does not fit a device even if nothing else is on it. Reads no weights.
+    """Raise OutOfMemoryError if a model would not fit even on an otherwise empty device. No weights are read.
 
-    The arguments are those of `load_model`. Raises EngineError too, if the device cannot be used or transformers does not know
-    the model.
+    The arguments are the same as for `load_model`. Also raises EngineError if the device cannot be used or transformers does
+    not support the model.
     """
     where = choose_device(device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []), _unloadable(checkpoint.folder):
@@ -177,8 +179,8 @@ def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote
 def in_memory(model: Any) -> LoadedModel:
     """Prepare a transformers causal language model that is already in memory for scoring.
 
-    The model is put in evaluation mode, and its parameters no longer require gradients. All of its parameters must be on one
-    device and in one dtype.
+    This function switches the model to evaluation mode and turns off gradients for its parameters. All parameters must be on
+    the same device and have the same dtype.
     """
     first = next(model.parameters())
     return _described(_frozen(model), first.device, first.dtype, None)
@@ -205,7 +207,7 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
 
 @contextmanager
 def _unloadable(folder: Path) -> Iterator[None]:
-    """Turn any error of a config, a kernel package or transformers into EngineError; out-of-memory errors pass unchanged."""
+    """Re-raise errors from configs, kernel packages and transformers as EngineError, except out-of-memory errors."""
     try:
         yield
     except ReflogpError:
@@ -218,11 +220,11 @@ def _unloadable(folder: Path) -> Iterator[None]:
 
 
 class _Weight:
-    """A tensor of an open file, read when it is indexed; transformers takes it like a tensor or a safetensors slice.
+    """A tensor in an open file, read when indexed. transformers treats it like a tensor or a safetensors slice.
 
-    The tensor is read into memory of its own. transformers would map the files into memory instead. Everything read would then
-    stay in memory until the last weight is loaded, a later write to a file would change the model, and a truncated file would
-    end the process.
+    Each tensor is read into its own memory. transformers would instead map the files into memory. All weights that were read
+    would then stay in memory until the last one is loaded, a later write to a file would change the model, and a truncated file
+    would crash the process.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -235,7 +237,7 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Yield all tensors of a checkpoint's files by name; they can be read only inside the block."""
+    """Yield all tensors of a checkpoint's files by name. The tensors can be read only while the block runs."""
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
@@ -245,16 +247,16 @@ def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
 
 
 def _take_out_of_files(model: Any) -> None:
-    """Copy the weights into memory of their own: weights of quantized checkpoints may be in files mapped into memory."""
+    """Copy the weights into their own memory, because weights of quantized checkpoints may be memory-mapped files."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
 
 
 def forget_longest_pass(model: Any, limit: int) -> None:
-    """Reset "dynamic" rotary embeddings to `limit`, so that they fit the next pass and not the longest pass so far.
+    """Reset "dynamic" rotary embeddings to length `limit`, so that they suit the next pass instead of the longest pass so far.
 
-    By itself, transformers never makes them smaller again once a pass was longer than `limit`.
+    Without this reset, transformers never shrinks the embeddings again after a pass that was longer than `limit`.
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
@@ -262,9 +264,9 @@ def forget_longest_pass(model: Any, limit: int) -> None:
 
 
 def _rope_limit(config: Any) -> int | None:
-    """Return the length beyond which this model's rotary embeddings depend on the longest sequence of a pass, or None.
+    """Return the length above which the rotary embeddings depend on the longest sequence in the pass; None for other models.
 
-    Source: transformers, modeling_rope_utils.dynamic_rope_update.
+    See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
@@ -277,9 +279,9 @@ def _rope_limit(config: Any) -> int | None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
-    """Return the class that builds the model, and its number of parameters (tied parameters count once).
+    """Return (class that builds the model, number of parameters); tied parameters are counted once.
 
-    A vision-language checkpoint can score text too, but transformers does not list it as a causal LM.
+    Vision-language checkpoints can score text too, but transformers does not list them as causal language models.
     """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
@@ -290,7 +292,7 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _text_config(config: Any) -> Any:
-    """Return the text part of a config, with the quantization settings of the whole checkpoint."""
+    """Return the text model's part of a config, with the quantization settings of the whole checkpoint."""
     text = config.get_text_config()
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -299,6 +301,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Return True if a class is built from the text part of a config, by the same rule as transformers' auto classes."""
+    """Return True if a model class is built from only the text part of a config, as decided by transformers' auto classes."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

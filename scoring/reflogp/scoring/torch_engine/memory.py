@@ -1,8 +1,8 @@
-"""Plan a model's use of device memory, and recognise errors that say that memory ran out.
+"""Plan how a model uses device memory, and recognize out-of-memory errors.
 
-Before any weight is read, the headers of a checkpoint's files show whether the model fits the device. The number of tokens
-that fit one forward pass is estimated; the estimate may be too high, so the engine halves the budget when memory runs out. The
-out-of-memory errors of torch, Triton and CUDA's libraries become OutOfMemoryError.
+The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The number of tokens
+that fit into a forward pass can only be estimated, so the engine halves this budget when memory runs out. Out-of-memory errors
+from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from reflogp.scoring.machine import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 
-#: Number of tokens above which a longer pass is not faster, because the matrix products are large enough. On a CPU this number
-#: is per core, because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048
-#: tokens are a tenth faster than 4,096).
+#: Number of tokens above which a longer pass is no faster, because its matrix products are already large enough. On a CPU, the
+#: number is per core, because the activations of a longer pass do not fit in the cores' caches. (On two cores, with models of
+#: 100M and 500M parameters, passes of 2,048 tokens are 10% faster than passes of 4,096.)
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
 _LEAST_TOKENS = 512
-#: Share of the free memory that activations may take; the rest is for the head's chunks, kernels and fragmentation.
+#: Fraction of the free memory that activations may use. The rest is for the head's chunks, kernels and fragmentation.
 _SHARE = 0.5
-#: Upper estimate of the copies of hidden-size and intermediate-size activations that a layer holds at once.
+#: Upper estimates of how many copies of hidden-size and of intermediate-size activations a layer has in memory at once.
 _HIDDEN_COPIES, _INTERMEDIATE_COPIES = 12, 3
 
 
-#: Maximum number of logits that the smallest pass on a CPU holds at once, and bytes of each logit (the model's dtype and
-#: float32).
+#: Maximum number of logits that the smallest pass on a CPU has in memory at once, and bytes per logit (a copy in the model's
+#: dtype and one in float32).
 _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 
 
 def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Return a token budget for the memory that is free now."""
+    """Return a token budget that suits the memory that is free now."""
     fits = int(_SHARE * free_bytes(device) / _bytes_per_token(model.config, dtype))
     enough = _ENOUGH_TOKENS_CUDA
     if device.type == "cpu":
@@ -48,11 +48,11 @@ def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> i
 
 
 def least_pass_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes that a pass with the smallest budget needs in addition to the weights.
+    """Return how many bytes a pass with the smallest token budget needs in addition to the weights.
 
     Args:
-        config: transformers' config of the model.
-        device: device of the model.
+        config: the model's transformers config.
+        device: the model's device.
         dtype: dtype of the weights.
     """
     logits = _LEAST_TOKENS * getattr(config.get_text_config(), "vocab_size", 0)
@@ -65,15 +65,15 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     config = config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if isinstance(intermediate, list | tuple):  # the layers of Gemma 3n have different sizes
+    if isinstance(intermediate, list | tuple):  # Gemma 3n has layers of different sizes
         intermediate = max(intermediate)
     return int(dtype.itemsize * (_HIDDEN_COPIES * config.hidden_size + _INTERMEDIATE_COPIES * experts * intermediate))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process may still take from a CUDA device, or from the machine's or container's memory.
+    """Return how many bytes this process can still allocate on a CUDA device, or on the CPU within the machine or container.
 
-    CUDA memory that torch has reserved and does not use, and the machine's page cache, count as free.
+    CUDA memory that torch has reserved but does not use counts as free, and so does the machine's page cache.
     """
     if device.type != "cuda":
         return free_memory()
@@ -81,10 +81,10 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
 
 
-#: Peak memory while transformers joins the matrices of a layer's experts into one tensor, in units of one projection of all
-#: experts: gate and up, each stacked (2), and both in one tensor (2).
+#: Peak memory while transformers merges the matrices of a layer's experts into one tensor, in units of one projection of all
+#: experts: the stacked gate and up projections (2), and the tensor that contains both (2).
 _JOINING_COPIES = 4
-#: vLLM takes this share of each GPU by default (gpu_memory_utilization).
+#: Fraction of each GPU's memory that vLLM uses by default (gpu_memory_utilization).
 _VLLM_SHARE = 0.9
 _MOST_GPUS = 64
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -99,17 +99,17 @@ def require_room(
     *,
     alone: bool = False,
 ) -> None:
-    """Raise OutOfMemoryError if a checkpoint does not fit a device.
+    """Raise OutOfMemoryError if a checkpoint does not fit on a device.
 
     Args:
-        checkpoint: checkpoint whose headers are read.
-        config: transformers' config of the checkpoint.
-        dtype: dtype that the model computes in, a name of `reference.Dtype`.
-        device: device of the model.
-        parameters: number of parameters of the model, or None if unknown; files may hold more than is loaded.
-        alone: compare with all of the device's memory, as if nothing else used it, and not with the memory that is free now.
+        checkpoint: the checkpoint; only its headers are read.
+        config: the checkpoint's transformers config.
+        dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
+        device: the model's device.
+        parameters: number of the model's parameters, or None if unknown. The files may contain more weights than are loaded.
+        alone: compare with the device's total memory, as if nothing else used it, instead of with the memory that is free now.
 
-    The message says how much memory is needed and free, and which command would work, if any.
+    The message says how much memory is needed, how much is free, and which options would work, if any.
     """
     weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
     free = _total_bytes(device) if alone else free_bytes(device)
@@ -119,7 +119,7 @@ def require_room(
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
         half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
-            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to another reference)")
+            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to a different reference)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if not alone and weights + pass_bytes <= _total_bytes(device):
@@ -135,9 +135,9 @@ def require_room(
 def needed_bytes(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
 ) -> tuple[int, int]:
-    """Return (bytes of the weights on the device, bytes that loading or the smallest pass needs in addition).
+    """Return (bytes of the weights on the device, additional bytes that loading or the smallest pass needs).
 
-    The arguments are those of `require_room`.
+    The arguments are the same as for `require_room`.
     """
     target = _weights_dtype(dtype)
     text = config.get_text_config()
@@ -149,7 +149,7 @@ def needed_bytes(
     weights = sum(sizes.values())
     vocabulary, hidden = getattr(text, "vocab_size", 0), getattr(text, "hidden_size", 0)
     tables = [name for name, tensor in checkpoint.tensors().items() if tensor.shape == (vocabulary, hidden)]
-    if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may hold a tied embedding twice
+    if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may contain a tied embedding twice
         weights -= sizes[tables[0]]
     if parameters is not None and not kept:
         weights = min(weights, parameters * target.itemsize)
@@ -161,20 +161,20 @@ def needed_bytes(
             experts[_EXPERT.sub(".experts.", name)] += size
     joining = _JOINING_COPIES * max(experts.values(), default=0)
     least = least_pass_bytes(config, device, target)
-    if dtype != str(target).removeprefix("torch."):  # under autocast the head keeps a 16-bit copy of the output embedding
+    if dtype != str(target).removeprefix("torch."):  # under autocast, the head keeps a 16-bit copy of the output embedding
         least += vocabulary * hidden * 2
     return weights, max(joining, least)
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return True if the files hold quantized weights, which keep their own dtypes."""
+    """Return True if the checkpoint's weights are quantized; such weights keep their own dtypes."""
     return any("quantization_config" in part for part in (checkpoint.config, checkpoint.config.get("text_config") or {}))
 
 
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return the options that spread the model over the fewest GPUs like this one; None if no supported number is enough."""
+    """Return the options that spread the model over the fewest GPUs like this one, or None if no supported number is enough."""
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
@@ -186,7 +186,7 @@ def _spread(
             return (
                 "--engine vllm --tensor-parallel "
                 + str(count)
-                + (f" --dtype {plain} (its values belong to another reference)" if plain != dtype else "")
+                + (f" --dtype {plain} (its values belong to a different reference)" if plain != dtype else "")
                 + wanting
             )
         count *= 2
@@ -205,7 +205,7 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-#: Messages of allocators and libraries that raise a plain RuntimeError when memory runs out.
+#: Error messages of allocators and libraries that raise a plain RuntimeError when memory runs out.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -217,23 +217,23 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error of torch, Triton or a CUDA library means that memory ran out."""
+    """Return True if an error from torch, Triton or a CUDA library means that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 @contextmanager
 def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Raise OutOfMemoryError if the block runs out of memory. Other errors pass unchanged.
+    """Raise OutOfMemoryError if the block runs out of memory. Other errors propagate unchanged.
 
     Args:
         device: the device that the block uses.
-        doing: words that follow "while" in the message, such as "the self-check ran".
+        doing: words to put after "while" in the error message, such as "the self-check ran".
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # variables of the frames hold the tensors that filled the memory
+        traceback.clear_frames(error.__traceback__)  # the frames' variables refer to the tensors that filled the memory
         first = first_line(error)
         raise OutOfMemoryError(f"the memory of {device} ran out while {doing}: {first}") from error

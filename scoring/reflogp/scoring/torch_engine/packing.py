@@ -1,11 +1,11 @@
-"""Pack sequences into flat token packs in which a common prefix of several sequences is computed once.
+"""Pack sequences into flat packs of tokens, so that a prefix shared by several sequences is computed only once.
 
-The input is token ids and the output index arrays; no model and no tensors are needed.
+The functions in this module turn token ids into index arrays and need neither a model nor tensors.
 
-Sequences are sorted by their tokens, so that sequences with a common prefix are neighbours: a shared prompt, the turns of one
-dialogue, completions with the same beginning. Each sequence adds to a pack only the tokens after the prefix that it shares with
-the sequence before it. The added tokens are its branch. The branch's tokens attend to the sequence's whole path through the
-pack.
+Sequences are sorted by their tokens, so that sequences with a common prefix are adjacent. Such a prefix can be a prompt, the
+earlier turns of a dialogue, or the beginning of a completion. Each sequence adds to the pack only the tokens after the prefix
+that it shares with the previous sequence. These added tokens are the sequence's branch. They attend to the sequence's whole
+path through the pack.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from reflogp.store.images import FIRST_IMAGE_ID
 
 Int64s = npt.NDArray[np.int64]
 
-#: A shorter common prefix is computed again. Gathering its keys would cost as much, and it would join unrelated sequences (all
-#: chats begin with the same few template tokens) into groups too large to fill packs well.
+#: Minimum number of tokens of a shared prefix. Shorter prefixes are computed for each sequence: gathering their keys would take
+#: as long, and sharing them would join unrelated sequences (all chats begin with the same few template tokens) into groups that
+#: are too large to fill packs well.
 MIN_SHARED = 16
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The tokens that one sequence adds to a pack, and the tokens that they attend to.
+    """The tokens that one sequence adds to a pack, and the tokens that they can attend to.
 
     Attributes:
-        start, stop: places of the added tokens in the pack, start … stop - 1.
-        path: places of the whole sequence, from its first token to its last, int64 (length,). Its last places are those of the
-            added tokens; its other places are shared with earlier branches.
-        sequence: index of the sequence.
+        start, stop: the added tokens have the indices start … stop - 1 in the pack.
+        path: indices in the pack of all tokens of the sequence, in order, int64 (length,). The last indices are those of the
+            added tokens; the tokens before them are shared with earlier branches.
+        sequence: index of the sequence in the list that was packed.
     """
 
     start: int
@@ -45,7 +46,7 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """Number of tokens of the path that belong to earlier branches."""
+        """Number of tokens on the path that belong to earlier branches."""
         return len(self.path) - (self.stop - self.start)
 
 
@@ -56,10 +57,10 @@ class Pack:
     Attributes:
         token_ids: int64 (tokens,).
         positions: each token's position in its own sequence, int64 (tokens,).
-        branches: branches in pack order; together they add each token once.
-        predicted: places of the tokens that need a log-prob, ascending, int64 (predictions,).
-        parents: places of the tokens whose hidden states predict them, int64 (predictions,).
-        members: (index of a sequence, indices of its values in `predicted`).
+        branches: the branches, in pack order; together they add each token once.
+        predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
+        parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
+        members: (index of the sequence, indices in `predicted` of its values) for each sequence.
     """
 
     token_ids: Int64s
@@ -74,12 +75,12 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences; yield packs with the largest groups of sequences first.
+    """Pack sequences; yield the packs that contain the largest groups of sequences first.
 
     Args:
-        sequences: any number; for a large dataset call this for one window at a time.
-        token_budget: maximum number of tokens of a pack. A longer sequence is a pack of its own.
-        min_shared: common prefixes shorter than this are not shared.
+        sequences: any number of sequences. For a large dataset, call this function for one window of sequences at a time.
+        token_budget: maximum number of tokens in a pack. A longer sequence gets a pack of its own.
+        min_shared: minimum number of tokens of a shared prefix; shorter prefixes are computed for each sequence.
     """
     ids = [sequence.ids() for sequence in sequences]
     order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())
@@ -93,8 +94,8 @@ class _Group:
     """A group of sequences that share prefixes.
 
     Attributes:
-        members: (index of a sequence, number of tokens that it shares with the sequence before it).
-        tokens: tokens that the group adds to a pack.
+        members: (index of the sequence, number of tokens that it shares with the previous sequence) for each sequence.
+        tokens: number of tokens that the group adds to a pack.
     """
 
     members: list[tuple[int, int]]
@@ -119,9 +120,9 @@ def _groups(ids: list[Int64s], order: list[int], token_budget: int, min_shared: 
 
 
 def _fill(groups: list[_Group], token_budget: int) -> Iterator[list[_Group]]:
-    """Choose the groups of each pack by first-fit decreasing: the largest groups first, each into the first pack with room.
+    """Choose the groups for each pack by first-fit decreasing: put each group, largest first, in the first pack with room.
 
-    A pack is yielded as soon as no remaining group fits it, so the largest groups are computed first.
+    A pack is yielded as soon as none of the remaining groups fits into it, so the largest groups are computed first.
     """
     left = sorted(groups, key=lambda group: -group.tokens)
     sizes = np.array([group.tokens for group in left])
@@ -133,7 +134,7 @@ def _fill(groups: list[_Group], token_budget: int) -> Iterator[list[_Group]]:
         taken[first] = True
         at = first + 1
         while True:
-            # `sizes` is descending, so the first group that fits is at or after the insertion place of `room`
+            # `sizes` is descending, so the first group that fits is at or after the insertion index of `room`
             at = max(at, int(np.searchsorted(-sizes, -room)))
             while at < len(left) and taken[at]:
                 at += 1
@@ -176,10 +177,10 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
 
 
 def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
-    """Return for each token the place after the last token that it may attend to, int64 (n,).
+    """For each token, return the index after the last token that it may attend to, int64 (n,).
 
-    For most tokens this is the place after the token itself. If `both_ways`, it is, for each image token, the place after the
-    last of the image tokens that follow each other without a gap.
+    For most tokens, this is the index after the token itself. If `both_ways` is set, an image token may also attend to later
+    tokens, up to the end of its uninterrupted run of image tokens.
     """
     ends = np.arange(1, len(ids) + 1)
     if not both_ways:
@@ -192,7 +193,7 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 
 
 def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return how many first tokens two sequences share. Of adjacent images, either all are shared or none."""
+    """Return the length of the prefix that two sequences share. Adjacent images are shared all together or not at all."""
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]
     first = int(differ.argmax()) if shorter else 0

@@ -1,4 +1,4 @@
-"""Choose the scoring path of a model at load by running the model: packed, padded or one by one."""
+"""Run a newly loaded model to decide how to score sequences with it: packed, padded or one at a time."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import first_line
 
-#: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
-#: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees another
-#: sequence, or has a wrong position, is off by tenths of a nat.
+#: Maximum root mean square difference from a plain, unpadded pass of the same model in the same dtype, in nats per token.
+#: Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in deeper models). A token that
+#: attends to another sequence, or has a wrong position, is off by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-#: Rounding grows with the logits. If log-probs are larger than this (root mean square), the tolerance grows with them.
+#: Rounding errors grow with the logits. If the root mean square of the log-probs is above this value, the tolerance grows in
+#: proportion.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
-#: Number of sequences with images that are scored both packed and one by one before others are packed.
+#: Number of sequences with images to score both packed and one at a time, before any further sequences with images are packed.
 IMAGE_CHECKS = 4
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The result of the check at load.
+    """The result of the self-check that runs when a model is loaded.
 
     Attributes:
-        path: the path that the engine takes.
-        difference: root mean square difference between that path and a plain pass, nats per token.
-        tolerance: largest difference allowed, nats per token.
-        rejected: name of a path or attention kernel, or "compiled" -> why it is not used.
-        kernels: attention kernels that the check used; every pack uses the same kernels.
-        compiled: True if the decoder layers and the log-sum-exp are compiled.
-        refused_kernels: attention kernels that raised an error or gave other values, or that the caller refused; no pass may
-            use them.
+        path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
+        difference: root mean square difference between that path and a plain pass, in nats per token.
+        tolerance: largest difference allowed, in nats per token.
+        rejected: name of each path or attention kernel that is not used ("compiled" for compiled layers) -> the reason.
+        kernels: names of the attention kernels that the check used; every pack uses the same kernels.
+        compiled: True if the decoder layers and the head's log-sum-exp are compiled.
+        refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
+            values, or were refused by the caller.
     """
 
     path: Path
@@ -63,14 +64,14 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class ImageCheck:
-    """The result of the check on sequences with images.
+    """The result of comparing packs with padded batches on the first sequences with images.
 
     Attributes:
-        path: the path that sequences with images take: "packed" or "padded".
-        difference: root mean square difference between the two paths, nats per token; None if only one path was possible.
+        path: how sequences with images are scored: "packed" or "padded".
+        difference: root mean square difference between the two paths, in nats per token; None if packing was not possible.
         reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
-        refused_kernels: attention kernels that no pack with images may use.
+        refused_kernels: names of attention kernels that no pack with images may use.
     """
 
     path: Path
@@ -88,18 +89,18 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Score sequences with images in a pack and one by one; return the path to take, and warn if it is the padded path.
+    """Score sequences with images both packed and one at a time; return the path to use, and warn if it is the padded one.
 
-    Sequences with images are packed if the model gives its decoder the positions and the mask that a pack has, and the values
-    agree. The values alone are not enough, because values of few tokens in bfloat16 may agree by chance.
+    Sequences with images are packed only if the model passes its decoder the same positions and mask as a pack does, and the
+    values agree. Comparing the values alone is not enough: in bfloat16, values of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
-        loaded: the model; it must use packed attention.
-        features: makes the inputs of the model's decoder.
+        loaded: the model, with packed attention already set.
+        features: builds the inputs of the model's decoder.
         sequences: at least one sequence, all with images.
-        refused: attention kernels that may not be used.
-        own_attention: the model's own attention implementation.
+        refused: names of attention kernels that must not be used.
+        own_attention: name of the model's own attention implementation.
     """
     model, device = loaded.model, loaded.device
     with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
@@ -126,7 +127,7 @@ def check_images(
         difference, problem = _compare(packed, plain, tolerance_of(loaded.product_dtype, plain))
     except PictureError:
         raise
-    except Exception as error:  # models fail in many ways; any error means that the path does not work
+    except Exception as error:  # models fail in many ways; any error means that this path does not work
         if is_out_of_memory(error):
             raise
         problem = first_line(error)
@@ -136,7 +137,7 @@ def check_images(
 
 
 def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> Any:
-    """Return what `compute` returns; add each kernel that raises to `refused`, and compute again without it."""
+    """Call `compute` and return its result. If a kernel fails, add it to `refused` and call `compute` again."""
     while True:
         try:
             return compute()
@@ -152,15 +153,15 @@ def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Choose the fastest path that agrees with a plain pass, set the model to it, and warn unless the path is packed.
+    """Configure the model for the fastest path that agrees with a plain pass, and warn if that is not the packed path.
 
     Args:
         head: the model's output layer.
-        loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
-        compile_layers: if the path is packed, also try compiled layers, and warn if they fail or disagree.
-        refused: attention kernels that may not be used.
+        loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and need no check.
+        compile_layers: on the packed path, also try compiled layers, and warn if they fail or their values differ.
+        refused: names of attention kernels that must not be used.
 
-    Out-of-memory errors are raised, because for so few tokens no other path needs less memory.
+    Out-of-memory errors are re-raised, because with this few tokens no other path would need less memory.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -185,7 +186,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
                 refused.append(error.kernel)
                 continue
             rejected["packed"] = str(error)
-        except Exception as error:  # models fail in many ways; any error means that the path does not work
+        except Exception as error:  # models fail in many ways; any error means that this path does not work
             if is_out_of_memory(error):
                 raise
             rejected["packed"] = first_line(error)
@@ -193,7 +194,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
             doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # does the simplest kernel have the problem too?
+            if problem is not None and doubted:  # does the simplest kernel show the problem too?
                 rejected |= dict.fromkeys(doubted, problem)
                 refused.extend(sorted(doubted))
                 continue
@@ -232,15 +233,15 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
 
 
 def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """Return (root mean square difference from a plain pass, the problem or None)."""
+    """Return (root mean square difference from a plain pass, description of the problem or None)."""
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
-    return difference, f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+    return difference, f"differs from a plain pass, without packing, by {difference:.3g} nats per token (root mean square)"
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
-    """Return the largest root mean square difference, nats per token, between two correct computations of these log-probs."""
+    """Return the largest RMS difference, in nats per token, to allow between two correct computations of these log-probs."""
     return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
 
 
@@ -253,7 +254,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers, and undo it unless their values agree; return (difference from a plain pass, problem or None)."""
+    """Compile the layers, but undo it if the values differ; return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -261,7 +262,7 @@ def _try_compiled(
         forward.compile_layers(model)
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
-        problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
+        problem = None if difference <= tolerance else f"log-probs of compiled layers differ by {difference:.3g} nats per token"
     except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
@@ -271,7 +272,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return three sequences with the same prompt and one other sequence; shorter sequences if the model has few positions."""
+    """Return three sequences that share a prompt and one unrelated sequence, shortened to fit the model's positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -285,7 +286,7 @@ def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
 
 @torch.inference_mode()
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Return log-probs of the model's own forward on one unpadded sequence, with its own attention and head."""
+    """Return a sequence's log-probs from the model's own forward, without padding, with its own attention and head."""
     ids = torch.from_numpy(sequence.ids()).to(device)
     logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
     start = len(sequence.prompt_ids)
@@ -293,11 +294,12 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 
 
 def _windowed_layers(config: Any) -> int:
-    """Return how many layers see less than the whole context, according to the config.
+    """Return how many layers do not attend to the whole context, according to the config.
 
-    The check compares this with the layers that pass a window to packed attention. Otherwise the check would accept a layer
-    that has its window only in its mask, which packed attention replaces: the check's sequences are shorter than most windows.
-    Models with chunked attention (Llama 4) fail this comparison, because no layer passes its chunk size.
+    The self-check compares this number with the number of layers that pass a window to packed attention. Comparing values would
+    not be enough: some layers have their window only in the mask, which packed attention replaces, and the sequences of the
+    self-check are shorter than most windows. Models with chunked attention (Llama 4) always fail this comparison, because their
+    layers do not pass a chunk size.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -307,11 +309,11 @@ def _windowed_layers(config: Any) -> int:
 
 
 def _recurrent_part(model: Any) -> str | None:
-    """Return the name of a module or parameter that carries state from token to token; None if there is none.
+    """Return the name of a module or parameter that carries state from token to token, or None.
 
-    In a pack such state would leak from one sequence into the next. The model's structure is inspected, not its values, because
-    in bfloat16 a small leak is below rounding: state-space, linear-attention and RWKV blocks all hold a convolution over time
-    or one of these parameters.
+    In a pack, such state would leak from one sequence into the next. This function inspects the model's structure instead of
+    its values, because in bfloat16 a small leak is lost in rounding. State-space, linear-attention and RWKV blocks all contain
+    a convolution over time or one of the parameters listed below.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv1d):
@@ -323,7 +325,7 @@ def _recurrent_part(model: Any) -> str | None:
 def _packed(
     model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
 ) -> tuple[Any, PackLayout]:
-    """Score the sequences as one pack; return (values, the layout, which recorded the attention calls and kernels)."""
+    """Score the sequences as one pack; return (values, the layout, which records the attention calls and kernels)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")

@@ -1,6 +1,6 @@
-"""Define the sequences that engines score, and count the operations of scoring them. Needs no torch.
+"""Define the sequences that engines score and the operation counts of scoring. This module does not import torch.
 
-`Operations` counts floating point operations, two per multiply-add.
+A multiply-add counts as two floating-point operations.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from reflogp.store.images import FIRST_IMAGE_ID
 if TYPE_CHECKING:
     from reflogp.scoring.vision import VisionProcessor
 
-#: Token ids of a prompt or a completion: a list, a numpy array or an Arrow scalar's values.
+#: Token ids of a prompt or completion: a list, a numpy array, or the values of an Arrow scalar.
 Ids = Any
-#: token_logps: float32, one per completion token.
+#: The token_logps of a sequence: float32, one per completion token.
 Logps = npt.NDArray[np.float32]
-#: The token_logps of a sequence, or a text that says why there are none.
+#: The token_logps of a sequence, or a message that says why there are none.
 Outcome = Logps | str
-NOT_FINITE = "log-probs are not finite: the model's weights or activations hold NaN or infinity"
+NOT_FINITE = "log-probs are not finite: the model's weights or activations contain NaN or infinity"
 
 
 class Picture(Protocol):
-    """An image of a prompt, which need not be in memory.
+    """An image in a prompt. The image does not need to be in memory.
 
     Attributes:
-        digest: `pixel_digest` of the image (reflogp.store.images).
+        digest: the image's `pixel_digest` (see reflogp.store.images).
         size: approximate number of bytes that `encoded` returns.
-        held: approximate number of bytes that the image takes in memory.
+        held: approximate number of bytes that this object keeps in memory for the image.
     """
 
     @property
@@ -46,19 +46,19 @@ class Picture(Protocol):
     def held(self) -> int: ...
 
     def load(self) -> Any:
-        """Return the decoded image, a PIL.Image. Raises RowError if the image can no longer be read."""
+        """Return the decoded image, a PIL.Image. Raise RowError if the image can no longer be read."""
 
     def encoded(self) -> bytes:
-        """Return the image as the content of an image file. Raises RowError if the image can no longer be read."""
+        """Return the image as the bytes of an image file. Raise RowError if the image can no longer be read."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceImages:
-    """The images of a prompt, in order.
+    """The images of a prompt, in the order in which they appear.
 
     Attributes:
         pictures: the images.
-        counts: number of tokens of each image.
+        counts: number of tokens for each image.
         vision: the model's processor.
         independent: True if an image's features do not depend on the prompt's other images.
     """
@@ -70,11 +70,11 @@ class SequenceImages:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """The digests of the images."""
+        """The images' digests, in order."""
         return tuple(picture.digest for picture in self.pictures)
 
     def parts(self) -> list[SequenceImages]:
-        """Return the groups of images that are processed separately: one for each image, or one group of all images."""
+        """Split the images into groups to process separately: one group per image if `independent`, otherwise one group."""
         if not self.independent:
             return [self]
         return [
@@ -85,15 +85,17 @@ class SequenceImages:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A prompt, and a completion whose tokens get log-probs.
+    """A prompt and a completion. The tokens of the completion are scored.
 
     Attributes:
-        prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
-        completion_ids: token ids, at least one.
-        attention_mask: None for a sequence without padding. For a row of a padded batch: 0 for padding tokens and 1 for other
-            tokens. The row is then scored by the model's own forward with this mask and the model's default positions, and
-            padding tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
-        images: the images of the prompt, whose tokens are image ids (reflogp.store.images); None for a sequence of text.
+        prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
+        completion_ids: token ids of the completion, at least one.
+        attention_mask: None for a sequence without padding. For a row of a padded batch, 0 for padding tokens and 1 for other
+            tokens. Such a row is scored by the model's own forward, with this mask and the model's default positions, and
+            padding tokens in the completion get values too. If the model's positions are absolute, padding on the left changes
+            all values.
+        images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
+            reflogp.store.images).
 
     Examples:
         >>> from reflogp.scoring import Sequence
@@ -113,11 +115,11 @@ class Sequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Return prompt_ids + completion_ids, int64."""
+        """Return prompt_ids and completion_ids as one int64 array."""
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
     def model_ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids that the model reads, int64: `ids` with the model's image token in place of image ids."""
+        """Return the token ids that the model gets, int64: `ids` with each image id replaced by the model's image token."""
         ids = self.ids()
         return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.vision.image_token_id, ids)
 
@@ -149,22 +151,23 @@ def _problem_of_mask(sequence: Sequence) -> str | None:
     if len(mask) != len(sequence):
         return f"the attention_mask has {len(mask)} entries for {len(sequence)} tokens"
     if not np.isin(mask, (0, 1)).all():
-        return "the attention_mask has other entries than 0 and 1"
+        return "the attention_mask has entries other than 0 and 1"
     if not mask.any():
         return "the attention_mask hides every token"
     return None
 
 
 def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
-    """Return the values of `count` sequences in their order.
+    """Return the values of `count` sequences in the order of the sequences.
 
     Args:
         count: number of sequences.
-        problems: index -> problem of each sequence that was not tried; problems among `outcomes` are added.
-        outcomes: (index, outcome) of the other sequences, in any order.
+        problems: index -> reason, for each sequence that was not scored. Error messages among `outcomes` are added to this
+            dictionary.
+        outcomes: (index, outcome) for each of the other sequences, in any order.
 
     Raises:
-        InvalidSequencesError: some sequences have no values; the error's `results` hold the values of the other sequences.
+        InvalidSequencesError: some sequences have no values. The error's `results` contain the values of all other sequences.
     """
     results: list[Any] = [None] * count
     for index, outcome in outcomes:
@@ -184,14 +187,15 @@ def passes_over(
     before: Callable[[list[int]], None] | None,
     flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """Run an engine's flow over a list of sequences; yield outcomes with indices in the list instead of the flow's numbers.
+    """Run an engine's flow on a list of sequences; yield outcomes with indices in the list instead of the flow's numbers.
 
     Args:
         sequences: sequences that the engine can score.
-        skip: indices to leave out.
-        size: maximum number of sequences of a group.
-        before: called with the indices of each pass before the engine begins it.
-        flow: called with the groups, and with a callback for the numbers of each pass.
+        skip: indices of sequences to skip.
+        size: maximum number of sequences in a group.
+        before: called before the engine starts each pass, with the indices of the pass's sequences.
+        flow: the engine's flow. It is called with the groups and with a callback that takes the numbers of each pass's
+            sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -202,13 +206,13 @@ def passes_over(
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of scored sequences. Both counts are 0 if an engine cannot count them.
+    """Operation counts for scored sequences. Both counts are 0 if the engine cannot count operations.
 
     Attributes:
-        plain: operations of one forward pass over each sequence on its own.
-        computed: operations of the passes that ran; tokens that sequences share count once. Only operations that values depend
-            on count. Padding, pairs of tokens that a mask hides, and passes that ran out of memory do not count, so the device
-            computed at least this many operations.
+        plain: operations if each sequence were scored in a forward pass of its own.
+        computed: operations of the passes that ran, with shared tokens counted once. Only operations that values depend on are
+            counted, not padding, masked pairs of tokens or passes that ran out of memory. The device therefore computed at
+            least this many operations.
     """
 
     plain: float = 0.0
@@ -222,5 +226,5 @@ class Operations:
 
     @property
     def sharing_gain(self) -> float | None:
-        """`plain` divided by `computed`, at least 1; None if nothing was counted."""
+        """`plain` divided by `computed`, which is at least 1; None if no operations were counted."""
         return self.plain / self.computed if self.computed else None

@@ -1,7 +1,7 @@
-"""Define requests to vLLM and its responses, and check that a response holds the log-probs of the completion.
+"""Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
 
-The responses of both transports are checked here before their values reach a store. The process around vLLM exchanges requests
-and responses with the engine as Arrow IPC streams. Both environments import this module, so it imports neither torch nor vLLM.
+The responses of both transports are checked here before their values are stored. The vLLM process and the engine exchange
+requests and responses as Arrow IPC streams. This module is imported in both environments, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 
-#: A value above this is not a log-prob but uninitialized memory, which vLLM's older runner returns for values that it did not
-#: compute.
+#: A value above this limit is not a log-prob but uninitialized memory, which vLLM's older runner returns for values that it did
+#: not compute.
 _ROUNDING = 1e-3
 
 
 class RequestImages(NamedTuple):
-    """The images of a request, in order.
+    """The images of a request, in the order in which they appear.
 
     Attributes:
-        digests: `pixel_digest` of each image (reflogp.store.images).
-        counts: number of tokens of each image.
-        files: each image as the content of an image file.
-        token: the token that the model reads in place of image ids.
+        digests: each image's `pixel_digest` (see reflogp.store.images).
+        counts: number of tokens for each image.
+        files: each image as the bytes of an image file.
+        token: the model's image token, which the model gets instead of image ids.
     """
 
     digests: tuple[bytes, ...]
@@ -39,12 +39,12 @@ class RequestImages(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A sequence to score.
+    """A request to score a sequence.
 
     Attributes:
-        ids: token ids of prompt and completion, int64 (tokens,); image tokens are replaced by image ids.
+        ids: token ids of the prompt and the completion, int64 (tokens,), with image ids for image tokens.
         prompt_len: number of prompt tokens.
-        reads_cache: True if vLLM may read the prefix cache for this sequence.
+        reads_cache: whether vLLM may read its prefix cache for this sequence.
         images: the images of the prompt, or None.
     """
 
@@ -54,19 +54,19 @@ class Request(NamedTuple):
     images: RequestImages | None = None
 
     def model_ids(self) -> list[int]:
-        """Return the ids that the model reads: `ids` with the model's image token in place of image ids."""
+        """Return the token ids that the model gets: `ids` with each image id replaced by the model's image token."""
         ids = self.ids if self.images is None else np.where(self.ids >= FIRST_IMAGE_ID, self.images.token, self.ids)
         found: list[int] = ids.tolist()
         return found
 
 
 class Answer(NamedTuple):
-    """A response of vLLM.
+    """A response from vLLM.
 
     Attributes:
-        at: index of the request.
-        values: float32 values of the completion, or None.
-        cached: number of tokens read from the cache.
+        at: index of the request that this response belongs to.
+        values: log-probs of the completion, float32, or None.
+        cached: number of tokens that vLLM read from its prefix cache.
         problem: why vLLM cannot score the sequence, or None.
     """
 
@@ -77,15 +77,15 @@ class Answer(NamedTuple):
 
 
 class VllmEndedError(Exception):
-    """vLLM ended before it had answered all requests; it can be started again."""
+    """The vLLM process ended before it had answered all requests. It can be restarted."""
 
 
 def believable(values: Any, cached: int, sequence: Sequence) -> bool:
-    """Return True if the values can be the completion's log-probs: complete, finite, not positive, not read from the cache.
+    """Return True if the values are plausible log-probs of the completion: complete, finite, not positive and not cached.
 
     Args:
-        values: float32 array, or None.
-        cached: number of tokens that vLLM read from its cache and did not compute.
+        values: float32 array, or None if the response contains no values.
+        cached: number of tokens that vLLM read from its cache instead of computing them.
         sequence: the sequence that was scored.
     """
     if values is None or len(values) != len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
@@ -94,13 +94,14 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
 
 def problem_of_answer(values: Any) -> str:
-    """Return the problem of a response that is still invalid after a retry without the cache."""
+    """Return the error message for a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
-    return "vLLM gave no log-probs for the sequence, with and without its prefix cache"
+    return "vLLM returned no log-probs for the sequence, neither with nor without its prefix cache"
 
 
-#: `ids` are the prompt and the completion; the first `prompt_len` ids are the prompt. `images` are rows of PICTURES.
+#: Schema of requests. `ids` are the token ids of prompt and completion; the first `prompt_len` of them are the prompt. `images`
+#: are row numbers in PICTURES.
 REQUESTS = pa.schema(
     [
         ("number", pa.int64()),
@@ -112,16 +113,17 @@ REQUESTS = pa.schema(
         ("image_token", pa.int64()),
     ]
 )
-#: The distinct images of a list of requests.
+#: Schema of the distinct images of a list of requests.
 PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
-#: `token_logps` has the completion's log-probs, or null if there are none; `cached` tokens were read from the prefix cache.
+#: Schema of responses. `token_logps` contains the completion's log-probs, or null if there are none. `cached` is the number of
+#: tokens that were read from the prefix cache.
 ANSWERS = pa.schema(
     [("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32()), ("problem", pa.string())]
 )
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Return numbered requests as two Arrow IPC streams, of REQUESTS and of PICTURES."""
+    """Encode numbered requests as two Arrow IPC streams, with the schemas REQUESTS and PICTURES."""
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     rows = []
@@ -139,7 +141,7 @@ def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
 
 
 def requests_of(body: bytes) -> list[tuple[int, Request]]:
-    """Return the numbered requests of a `requests_body`."""
+    """Decode the numbered requests that `requests_body` encoded."""
     reader = pa.BufferReader(body)
     columns = pa.ipc.open_stream(reader).read_all()
     sent = pa.ipc.open_stream(reader).read_all().to_pydict()
@@ -155,12 +157,12 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 
 
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
-    """Return a table with the schema ANSWERS; `at` is the number of a request."""
+    """Return responses as a table with the schema ANSWERS. Here, the `at` of each response is its request's number."""
     return _table(answers, ANSWERS)
 
 
 def answers_of(body: bytes) -> Iterator[Answer]:
-    """Return the responses of an encoded `answers_table`, with values as float32 arrays."""
+    """Decode the responses in an encoded `answers_table`; their values are float32 arrays."""
     table = pa.ipc.open_stream(body).read_all().combine_chunks()
     values = (np.asarray(entry.values) if entry.is_valid else None for entry in table["token_logps"])
     rest = (table[name].to_pylist() for name in ("cached", "problem"))

@@ -1,4 +1,4 @@
-"""Run vLLM in a process of this machine, in its own Python environment: a Transport. Does not import vLLM."""
+"""Implement a Transport that runs vLLM in a local process with its own Python environment. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from reflogp.scoring.vllm_engine.images import library_of
 from reflogp.scoring.vllm_engine.options import Loading
 from reflogp.store import UsageError
 
-#: Number of last lines of the process's log that are kept; an error message may quote them.
+#: Number of lines to keep from the end of the process's log, for error messages.
 _LAST_WORDS = 200
-#: Seconds to wait for the process to end by itself before it is killed.
+#: How long to wait for the process to exit by itself before it is killed, in seconds.
 _END_SECONDS = 15.0
-#: Seconds to wait for the last lines of the log after the process has ended.
+#: How long to wait for the last lines of the log after the process has ended, in seconds.
 _LISTEN_SECONDS = 5.0
 
-#: Maximum number of vLLM's steps in a pass.
+#: Maximum number of vLLM steps in a pass.
 _STEPS = 4
 
 
 class VllmProcess:
-    """A vLLM process with the model loaded. The vLLM process ends when this process ends.
+    """A vLLM process with the model loaded. It ends when the process that started it ends.
 
     Args:
-        python: interpreter of vLLM's environment, in which reflogp is installed too.
+        python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: returns a context manager, inside which the model is loaded; it raises FileChangedError if the files are not
-            the reference's.
+        unchanged: returns a context manager that is active while the model is loaded. It raises FileChangedError if the model's
+            files are not those of the reference.
 
     Raises:
-        UsageError: the interpreter cannot be run, or has no vLLM.
+        UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
         EngineError: vLLM cannot load the model.
-        FileChangedError: see `unchanged`.
+        FileChangedError: the model's files are not those of the reference.
     """
 
     def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -62,12 +62,12 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of a sequence: one less than vLLM's limit, because vLLM samples one token."""
+        """Maximum number of tokens in a sequence: one less than vLLM's limit, because vLLM samples one token."""
         return int(self._about["max_model_len"]) - 1
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens of one pass: as many as a few vLLM steps have, but all passes in flight must fit the cache."""
+        """Number of tokens in a pass: enough for a few vLLM steps, but so few that all passes in flight fit in the cache."""
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
     @property
@@ -83,7 +83,7 @@ class VllmProcess:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "vLLM loads the image processor with other settings than those that made the image tokens"
+            return "vLLM loads the image processor with different settings from those that generated the image tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (
@@ -91,11 +91,11 @@ class VllmProcess:
                 "install torchvision in both environments or in neither"
             )
         if not images.independent:
-            return "the images of a prompt change each other's tokens, but vLLM processes each image alone"
+            return "an image's tokens depend on the other images of the prompt, but vLLM processes each image on its own"
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests and yield responses; see Transport.ask."""
+        """Send all requests and yield responses as they arrive; see Transport.ask."""
         if self._running is None:
             raise EngineError("the engine was closed")
         return self._running.ask(requests, salt)
@@ -106,7 +106,7 @@ class VllmProcess:
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        """Start the process again if it has ended; see Transport.revive. Raises the errors of the constructor."""
+        """Restart the process if it has ended; see Transport.revive. Raises the same errors as the constructor."""
         if self._running is not None and not self._running.ended():
             return False
         if self._is_closed:
@@ -124,7 +124,7 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """End the process; it is not started again."""
+        """End the process and do not restart it."""
         self._is_closed = True
         self._end()
 
@@ -135,9 +135,9 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Queues of responses by the number of the request.
+    """Queues for responses, by request number.
 
-    The thread that sends requests and the thread that reads responses share this object.
+    This object is shared by the thread that sends requests and the thread that reads responses.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """Return one queue for the responses to all these requests; the queue gets None when no more responses will come."""
+        """Return a queue for the responses to these requests. None in the queue means that no more responses will come."""
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -166,7 +166,7 @@ class _Inboxes:
 
 
 class _Running:
-    """One vLLM process, from its start to its end. The process is ended when this object is garbage-collected."""
+    """One run of the vLLM process. The process is ended when this object is garbage-collected."""
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()
@@ -179,7 +179,7 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=without_growing_segments(os.environ),
-                start_new_session=True,  # Ctrl-C at a terminal must reach only the caller, which commits before it ends
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the caller, which commits before it ends
             )
         except OSError as error:
             raise UsageError(f"vLLM's interpreter {python} cannot be run: {error.strerror}") from error
@@ -203,7 +203,7 @@ class _Running:
         numbers = [next(self._numbers) for _ in requests]
         inbox = self._inboxes.open(numbers)
         if requests:
-            with contextlib.suppress(BrokenPipeError):  # the reading thread notices the end of the process too
+            with contextlib.suppress(BrokenPipeError):  # the reading thread also notices when the process ends
                 self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)
@@ -225,7 +225,7 @@ def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Ite
 
 
 def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
-    """Put responses into their queues until the process has ended."""
+    """Read responses and put them into their queues until the process ends."""
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
@@ -234,7 +234,7 @@ def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
 
 
 def _listen(stream: Any, words: deque[str]) -> None:
-    """Keep the last lines of vLLM's log for an error; print the log only if REFLOGP_VLLM_LOG is set."""
+    """Keep the last lines of vLLM's log for error messages; print the log only if REFLOGP_VLLM_LOG is set."""
     for line in stream:
         words.append(line.decode(errors="replace").rstrip())
         if os.environ.get("REFLOGP_VLLM_LOG"):
@@ -245,17 +245,17 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
     if any(f"No module named '{name}'" in line for line in words for name in ("vllm", "reflogp", "reflogp.scoring")):
         return UsageError(
             f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
-            "'reflogp[vllm]') and give its Python with --vllm-python or in REFLOGP_VLLM_PYTHON"
+            "'reflogp[vllm]') and name its Python interpreter with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
-    # vLLM's child processes print their error before their parent reports that they ended.
+    # vLLM's child processes print their errors before their parent reports that they have ended.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
-    return kind(f"vLLM cannot load the model: {reason}{detail}; REFLOGP_VLLM_LOG=1 shows its log")
+    return kind(f"vLLM cannot load the model: {reason}{detail}; set REFLOGP_VLLM_LOG=1 to see its log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children: wait for it to end by itself, then kill the process group."""
+    """End a process and its children: close its stdin, wait for it to exit, and kill its process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

@@ -1,10 +1,10 @@
-"""Score sequences with vLLM: choose which sequences may read the prefix cache, check responses, and restart vLLM if it ended.
+"""Score sequences with vLLM: decide which sequences may read the prefix cache, check responses, and restart vLLM if it ends.
 
-A Transport connects the engine to vLLM: a process of this machine or a server.
+A Transport connects the engine to vLLM, which runs as a local process or as a server.
 
-vLLM computes no values for positions that it finds in its prefix cache, and a request cannot limit a hit to the prompt. The
-values of such positions are absent, or, in vLLM's older runner, uninitialized memory. So the engine chooses which sequences may
-read the cache without losing a log-prob.
+vLLM computes no values for positions that it finds in its prefix cache, and a request cannot limit cache hits to the prompt.
+The values of such positions are missing or, in vLLM's older runner, uninitialized memory. Therefore, the engine lets a sequence
+read the cache only if no log-prob would be lost.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from reflogp.store import Reference
 
 
 def sharing_order(sequences: Several[Sequence]) -> list[int]:
-    """Return indices that sort the sequences lexicographically by token ids, so that long common prefixes are adjacent."""
-    # Big-endian bytes sort like the numbers.
+    """Return indices that sort the sequences by token ids, so that sequences with long common prefixes are adjacent."""
+    # Big-endian bytes sort in the same order as the numbers.
     return sorted(range(len(sequences)), key=lambda at: sequences[at].ids().astype(">u4").tobytes())
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
-    """Return, for each sequence, True if it may read a cache that only these sequences write to.
+    """For each sequence, return True if it may read a cache that only these sequences write to.
 
-    vLLM reuses whole blocks. A cache hit of a sequence with P prompt tokens must cover at most P - 1 tokens, because token P -
-    1 (counted from 0) predicts the first completion token. In the order of `sharing_order` the longest prefix that a sequence
-    has in common with any other sequence is shared with a neighbour. A cache hit is at most as long as this prefix, rounded
+    vLLM reuses whole blocks. For a sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last
+    prompt token predicts the first completion token. In the order of `sharing_order`, the longest prefix that a sequence shares
+    with any other sequence is the one that it shares with a neighbor. A cache hit is at most as long as this prefix, rounded
     down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
-        block_size: number of tokens of a cache block.
+        block_size: number of tokens in a cache block.
     """
     common = [0, *(common_prefix(a, b) for a, b in pairwise(ordered)), 0]
     longest = [max(before, after) for before, after in pairwise(common)]
@@ -68,22 +68,23 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Return the number of tokens in the common prefix of two sequences, which may extend into the completions."""
+    """Return the length of the common prefix of two sequences, which may extend into their completions."""
     a, b = one.ids(), other.ids()
     size = min(len(a), len(b))
     differs = np.flatnonzero(a[:size] != b[:size])
     return int(differs[0]) if len(differs) else size
 
 
-#: Number of sequences that are ordered together and share a cache.
+#: Number of sequences that are sorted together and share a cache.
 _WINDOW = 8_192
-#: Maximum number of bytes of the encoded images of a pass. Two passes are in flight.
+#: Maximum total size of a pass's encoded images, in bytes. Two passes are in flight at the same time.
 _IMAGE_BYTES = 256 << 20
-#: Number of passes that vLLM has at the same time, so that it never waits for the next pass.
+#: Number of passes in flight at the same time, so that vLLM never has to wait for the next pass.
 PASSES = 2
-#: A sequence is left out after vLLM has ended this many times while it scored that sequence alone.
+#: A sequence is skipped after vLLM has ended this many times while it was scoring that sequence alone.
 _STRIKES = 2
-#: Maximum number of times in a row that vLLM may end without returning a value; ends during a search by halving do not count.
+#: Maximum number of consecutive times that vLLM may end without returning a value. Ends during a search by halving are not
+#: counted.
 _DEATHS = 6
 
 
@@ -96,32 +97,31 @@ class Transport(Protocol):
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens of one pass; two passes are in flight at the same time."""
+        """Number of tokens in a pass. Two passes are in flight at the same time."""
 
     @property
     def reads_cache(self) -> bool:
-        """True if prefixes may be read from vLLM's cache."""
+        """True if vLLM may read prefixes from its cache."""
 
     @property
     def block_size(self) -> int | None:
-        """Number of tokens of a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
+        """Number of tokens in a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why vLLM cannot score a sequence with these images, as a clause, or None if vLLM can."""
+        """Return why vLLM cannot score a sequence with these images, as a clause, or None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send all requests now; yield responses as they arrive. Requests with the same salt share a cache.
+        """Send all requests at once; yield responses as they arrive. Requests with the same salt share a cache.
 
-        Raises, while responses are read:
-            VllmEndedError: vLLM ended before it had answered all requests, and can be started again.
-            EngineError: there will be no response.
+        Raises, while responses are read: VllmEndedError: vLLM ended before it had answered all requests. It can be restarted.
+        EngineError: the remaining requests will get no response.
         """
 
     def revive(self) -> bool:
-        """Start vLLM again if it has ended; return True if it was started. Raises EngineError if vLLM cannot be started."""
+        """Restart vLLM if it has ended; return True if it was restarted. Raise EngineError if it cannot be restarted."""
 
     def provenance(self) -> dict[str, Any]:
-        """Return vLLM's version and settings, and the method of its requests."""
+        """Return vLLM's version and settings, and the kind of request from which log-probs are read."""
 
     def close(self) -> None:
         """End vLLM's process, or close the connections to the server."""
@@ -130,21 +130,22 @@ class Transport(Protocol):
 class VllmEngine:
     """Scores sequences with vLLM.
 
-    Prefixes that sequences share are computed once, unless reading them from vLLM's prefix cache would lose log-probs. An
-    invalid response is discarded, and its sequence is sent once more without the cache. If vLLM ends, it is started again and
-    scoring continues; a sequence that makes vLLM end is found and left out.
+    Prefixes that sequences share are computed once, unless reading them from vLLM's prefix cache would lose log-probs. If a
+    response is invalid, it is discarded and its sequence is sent again without the cache. If vLLM ends, it is restarted and
+    scoring continues. A sequence that causes vLLM to end is identified and skipped.
 
     Args:
-        transport: connection to vLLM, which has the reference model loaded.
+        transport: connection to a vLLM that has loaded the reference model.
         reference: the reference whose values are computed.
 
     Attributes:
-        token_budget: number of tokens of one pass.
-        pass_seconds: has no effect, because vLLM itself interleaves the requests of several passes.
+        token_budget: number of tokens in a pass.
+        pass_seconds: no effect with this engine, because vLLM itself interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
-        restarts: number of times that vLLM ended and was started again.
-        vocab_size: number of tokens of the model's vocabulary.
-        claim: provenance of a server's weights, which cannot be read; see `server.check_claim`. Empty for a local process.
+        restarts: number of times that vLLM ended and was restarted.
+        vocab_size: number of tokens in the model's vocabulary.
+        claim: provenance of a server's weights, which reflogp cannot read (see `server.check_claim`). Empty if vLLM runs as a
+            local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -158,7 +159,7 @@ class VllmEngine:
         self.restarts = 0
 
     def score(self, sequences: list[Sequence]) -> list[Logps]:
-        """Return token_logps of each sequence, float32, in order.
+        """Return each sequence's token_logps, float32, in the order of `sequences`.
 
         Raises InvalidSequencesError if some sequences cannot be scored.
         """
@@ -166,12 +167,12 @@ class VllmEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the problems of the sequences that vLLM cannot score, by index."""
+        """Return index -> reason for each sequence that vLLM cannot score."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) of one sequence at a time, as passes finish."""
+        """Yield (index, outcome) for one sequence at a time, as passes finish."""
         for landed in self.passes(sequences, skip):
             yield from landed
 
@@ -182,13 +183,13 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass, in an order in which neighbours share prefixes.
+        """Yield a list of (index, outcome) for each pass. Sequences with common prefixes are sent one after another.
 
-        `before` is called with the indices of each pass before the pass is sent.
+        `before` is called before each pass is sent, with the indices of the pass's sequences.
 
         Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at temperature 1 only), or vLLM
-                cannot be started again.
+            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens only at temperature 1), or vLLM
+                cannot be restarted.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -200,11 +201,12 @@ class VllmEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; see PassEngine.flow.
 
-        The next group's first pass is sent to vLLM while a group's last pass is computed. Raises the errors of `passes`.
+        While the last pass of a group is computed, the first pass of the next group is already sent to vLLM. Raises the same
+        errors as `passes`.
         """
         if temperature != 1.0:
             raise EngineError(
-                f"temperature {temperature}: vLLM computes log-probs of given tokens at 1 only; use --engine torch"
+                f"temperature {temperature}: vLLM computes log-probs of given tokens only at temperature 1; use --engine torch"
             )
         sequences: dict[int, Sequence] = {}
         for landed in self._flow(iter(groups), sequences, before):
@@ -213,15 +215,15 @@ class VllmEngine:
             yield landed
 
     def operations(self) -> Operations:
-        """Return 0 for both counts: the operations of vLLM's layers cannot be counted here."""
+        """Return zero counts, because the operations of vLLM's layers cannot be counted here."""
         return Operations()
 
     def peak_flops_per_second(self) -> float | None:
-        """Return None: the device belongs to vLLM."""
+        """Return None, because the device is used by vLLM."""
         return None
 
     def provenance(self) -> dict[str, Any]:
-        """Return how this engine computes values; it is stored with the values."""
+        """Return the versions and settings that this engine computes values with. They are stored with the values."""
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
@@ -234,10 +236,10 @@ class VllmEngine:
         if sequence.images is not None:
             reason = self._transport.problem_of_images(sequence.images)
             if reason is not None:
-                return f"the sequence has images, and {reason}; use --engine torch"
+                return f"the sequence has images, but {reason}; use --engine torch"
         if len(sequence) > self._transport.max_tokens:
             return (
-                f"the sequence has {len(sequence)} tokens, but vLLM has room for {self._transport.max_tokens}; set a "
+                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; set a "
                 "max_length, or use --engine torch"
             )
         return problem_of(sequence, self.vocab_size, None)
@@ -261,7 +263,7 @@ class VllmEngine:
                     sequences.update(zip(numbers, group, strict=True))
                     ordered = [numbers[at] for at in sharing_order(group)]
                     readers |= self._readers(sequences, ordered)
-                    salt = uuid.uuid4().hex  # this group must not read cache entries of other groups
+                    salt = uuid.uuid4().hex  # this group must not read other groups' cache entries
                     line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
                 if not line:
                     break
@@ -279,8 +281,8 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving ends vLLM fewer times
-                    raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
+                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving makes vLLM end fewer times than this
+                    raise EngineError(f"vLLM ended {deaths} times without returning a value") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
                 if strikes < _STRIKES:
@@ -289,7 +291,7 @@ class VllmEngine:
                     line.extendleft(_Pass(part, salt) for part in reversed(parts))
                     suspects.update(lost)
                     continue
-                landed = [(lost[0], f"vLLM ended {_STRIKES} times while it scored this sequence alone")]
+                landed = [(lost[0], f"vLLM ended {_STRIKES} times while it was scoring this sequence alone")]
             else:
                 self.retries += flying.popleft().retries
                 deaths = 0
@@ -311,7 +313,7 @@ class VllmEngine:
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
         """Split `ordered` into passes of at most `token_budget` tokens and _IMAGE_BYTES of images.
 
-        A sequence that exceeds one of the limits is a pass of its own.
+        A sequence that exceeds a limit by itself gets a pass of its own.
         """
         batch: list[int] = []
         tokens = size = 0
@@ -333,7 +335,7 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Indices of sequences that are sent together, and the salt of the cache that they share."""
+    """Indices of sequences to send together, and the salt of the cache that their requests share."""
 
     indices: list[int]
     salt: str
@@ -343,8 +345,8 @@ class _Flight:
     """A pass in flight.
 
     Attributes:
-        indices: indices of its sequences.
-        retries: number of sequences whose responses were discarded and that were sent again.
+        indices: indices of the pass's sequences.
+        retries: number of sequences that were sent again because their responses were discarded.
     """
 
     def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
@@ -358,7 +360,7 @@ class _Flight:
         self._asked, self._answers = self._ask(self.indices, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses and return the outcomes of the pass. Raises VllmEndedError."""
+        """Wait for all responses and return the outcomes of the pass. Raise VllmEndedError if vLLM ends."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:
@@ -377,9 +379,9 @@ class _Flight:
         return [*self._unread, *outcomes]
 
     def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
-        """Send the requests of some sequences; return the indices of the sequences that were sent, and the responses.
+        """Send requests for some sequences; return (indices of the sequences that were sent, iterator over the responses).
 
-        If an image can no longer be read, the error is the outcome of its sequences.
+        If an image can no longer be read, its sequences are not sent, and the error message is their outcome.
         """
         requests: dict[int, Request] = {}
         for index in indices:

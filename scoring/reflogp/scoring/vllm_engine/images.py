@@ -1,8 +1,8 @@
-"""Make vLLM's prompts of sequences with images, in vLLM's process: the caller's token ids, and the images in their places.
+"""Build vLLM's prompts for sequences with images from the caller's token ids and images. This code runs in vLLM's process.
 
-vLLM would make the tokens of an image itself, from a placeholder in the prompt. Here vLLM's processor gets each image alone,
-and the tokens that it makes are compared with the caller's token ids. So vLLM reads exactly these ids, or the sequence is
-refused.
+By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. Here, vLLM's processor gets each
+image on its own, and the tokens that it generates are compared with the caller's token ids. If they differ, the sequence is
+refused, so vLLM never scores token ids other than the caller's.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from reflogp.scoring.vllm_engine.answers import Request
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from reflogp.store.texts import first_line
 
-#: Maximum number of bytes of processed images that are kept for later sequences.
+#: Maximum size of the processed images kept for later sequences, in bytes.
 _KEPT_BYTES = 1 << 30
-#: Width and height of the images of the first check.
+#: Width and height of the test images that are scored at startup.
 _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library with which an image processor of transformers resizes images; the two libraries round differently."""
+    """Return the library that a transformers image processor resizes images with. The two libraries round differently."""
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
 class ImageRefusedError(ValueError):
-    """vLLM cannot be given a sequence's images; the message says why."""
+    """vLLM cannot score a sequence's images; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Processed:
-    """An image after vLLM's processor.
+    """An image that vLLM's processor has processed.
 
     Attributes:
-        item: the model's inputs.
-        ids: token ids from the image's first token to its last, with text tokens between them, int64 (n,).
-        is_image: True for tokens that the model replaces by the image's features, bool (n,).
-        size: number of bytes of the inputs.
+        item: the image's inputs to the model.
+        ids: token ids from the image's first token to its last, including text tokens between them, int64 (n,).
+        is_image: True for tokens that the model replaces with the image's features, bool (n,).
+        size: size of the inputs in bytes.
     """
 
     item: Any
@@ -52,14 +52,14 @@ class _Processed:
 
 
 class ImagePrompts:
-    """Makes the prompts of sequences with images for vLLM's engine.
+    """Builds the prompts that vLLM's engine gets for sequences with images.
 
     Args:
         engine: vLLM's LLMEngine, with the model loaded.
 
     Attributes:
-        settings: hexadecimal `settings_digest` of the image processor that vLLM loaded.
-        library: see `library_of`.
+        settings: `settings_digest` of the image processor that vLLM loaded, in hexadecimal.
+        library: library that this image processor resizes images with (see `library_of`).
 
     Raises ImageRefusedError if vLLM has no image processor for the model.
     """
@@ -76,7 +76,7 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt of a sequence with images. Raises ImageRefusedError if vLLM makes other tokens."""
+        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM generates other tokens."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -100,9 +100,9 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of an image for the first check.
+        """Return (digest, file, ids, image token) of a two-colored test image for the check at startup.
 
-        The image has two colours. `ids` are its tokens, as image ids.
+        `ids` are the image's tokens, as image ids.
         """
         import io
 
@@ -128,13 +128,13 @@ class ImagePrompts:
         except ValueError as error:
             raise ImageRefusedError(f"vLLM's environment cannot decode an image: {first_line(error)[:200]}") from error
         if pixel_digest(image) != digest:
-            raise ImageRefusedError("vLLM's environment decodes an image to other pixels")
+            raise ImageRefusedError("vLLM's environment decodes an image to different pixels")
         try:
             items = self._processor.info.parse_mm_data({"image": [image]})
             found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
             [item], [place] = found["mm_kwargs"]["image"], found["mm_placeholders"]["image"]
         except Exception as error:  # processors may raise any error
-            raise ImageRefusedError(f"vLLM's processor refuses an image: {first_line(error)[:200]}") from error
+            raise ImageRefusedError(f"vLLM's processor cannot process an image: {first_line(error)[:200]}") from error
         ids = np.array(found["prompt_token_ids"][place.offset : place.offset + place.length], np.int64)
         is_image = np.ones(len(ids), bool) if place.is_embed is None else place.is_embed.numpy().astype(bool)
         first, last = np.flatnonzero(is_image)[[0, -1]]
@@ -149,12 +149,12 @@ class ImagePrompts:
 
 
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
-    """Return the range of an image in a prompt. Raises ImageRefusedError if vLLM makes other token ids for the image.
+    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM's token ids differ.
 
     Args:
-        ids: token ids of the sequence, with the model's own image token.
-        places: places of the image's tokens in `ids`.
-        image: the image after vLLM's processor.
+        ids: token ids of the sequence, in which image tokens have the id of the model's image token.
+        places: indices of the image's tokens in `ids`.
+        image: the image as processed by vLLM's processor.
     """
     import torch
     from vllm.multimodal.inputs import PlaceholderRange
@@ -163,6 +163,6 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     own = np.isin(np.arange(first, last), places)
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
-            f"vLLM makes other tokens of an image: {int(image.is_image.sum())} image tokens, the sequence has {len(places)}"
+            f"vLLM generates different tokens for an image: {int(image.is_image.sum())} image tokens instead of {len(places)}"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))

@@ -1,6 +1,6 @@
-"""Choose the arguments of `vllm.LLM` for a reference, or raise if vLLM would silently compute something else.
+"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute different values.
 
-Does not import vLLM.
+This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter, Checkpoint
 from reflogp.store.images import image_token
 
-#: Arguments that a user may set: they change how vLLM uses the machine. Other arguments could change the values.
+#: The arguments of `vllm.LLM` that users may set. They change how vLLM uses the machine; other arguments could change the
+#: values.
 ALLOWED = frozenset(
     {
         "attention_backend",
@@ -38,29 +39,32 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
-#: Families (`model_type`) whose values with images were found equal to transformers'; tests/vllm compares them.
+#: Model families (`model_type`) for which vLLM's values with images agree with transformers'. The tests in tests/vllm compare
+#: them.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
-#: Part that vLLM needs for images -> names of its files, one of which the model's folder must have.
+#: What vLLM needs for images -> names of the files that can provide it. The model's folder must contain at least one of these
+#: files.
 _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
-#: Families for which vLLM computes other values with images than transformers -> the reason, as a clause.
-WRONG = {"gemma3": "vLLM's build for CPUs lets the tokens of a gemma3 model's image attend in one direction only, not in both"}
-#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next larger one.
+#: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
+WRONG = {"gemma3": "in vLLM's CPU build, the tokens of a gemma3 model's image attend in one direction only, not in both"}
+#: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
+#: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Layers whose adapters vLLM applies to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
+#: Names of layers for which vLLM applies adapters to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
 _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The model that vLLM loads.
+    """What vLLM loads for a reference.
 
     Attributes:
-        options: arguments of `vllm.LLM`.
-        adapter: folder of a LoRA adapter, or None.
-        no_images: why rows with images are refused, as a clause; None if vLLM scores them.
+        options: arguments for `vllm.LLM`.
+        adapter: folder of the LoRA adapter, or None.
+        no_images: the reason why rows with images are refused, as a clause; None if vLLM can score them.
     """
 
     options: dict[str, Any]
@@ -69,15 +73,15 @@ class Loading:
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE entries of a command line. A value is JSON; a value that is not valid JSON is text.
+    """Parse NAME=VALUE entries of a command line. Values are parsed as JSON; a value that is not valid JSON is a string.
 
-    Raises UsageError for an entry without "=", or an argument that is not ALLOWED.
+    Raises UsageError if an entry has no "=" or names an argument that is not in ALLOWED.
     """
     options: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
         if not equals:
-            raise UsageError(f"--vllm-option {entry}: give NAME=VALUE")
+            raise UsageError(f"--vllm-option {entry}: use the form NAME=VALUE")
         try:
             options[name] = json.loads(text)
         except ValueError:
@@ -87,26 +91,27 @@ def parse_options(entries: list[str]) -> dict[str, Any]:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise UsageError for arguments that are not ALLOWED."""
+    """Raise UsageError if an argument is not in ALLOWED."""
     if refused := sorted(set(options) - ALLOWED):
-        raise UsageError(f"vLLM option {refused[0]} cannot be set; these can: {', '.join(sorted(ALLOWED))}")
+        raise UsageError(f"vLLM option {refused[0]} cannot be set; choose from {', '.join(sorted(ALLOWED))}")
 
 
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return the model and the arguments that vLLM loads for a reference.
+    """Return the arguments, and the adapter if any, that vLLM must load to compute a reference's values.
 
     Args:
-        model: local folder of the model.
-        reference: the reference whose values are computed.
-        tensor_parallel: number of GPUs that the model is spread over.
-        trust_remote_code: run modelling code from the checkpoint.
-        chosen: the user's arguments; each must be ALLOWED.
+        model: local model folder.
+        reference: the reference whose values vLLM will compute.
+        tensor_parallel: number of GPUs to split the model across.
+        trust_remote_code: whether to run modeling code from the checkpoint.
+        chosen: the user's arguments; each must be in ALLOWED.
 
     Raises:
-        UsageError, CheckpointError: see `read_checkpoint`. UsageError also if an argument is not ALLOWED.
-        EngineError: vLLM would compute other values than this reference's.
+        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`), or (UsageError) an argument is not
+            in ALLOWED.
+        EngineError: vLLM would compute values that differ from the reference's.
     """
     check_options(chosen)
     checkpoint = read_checkpoint(Path(model))
@@ -114,7 +119,7 @@ def vllm_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
-        "max_model_len": -1,  # the longest sequence that the model allows and the cache has room for
+        "max_model_len": -1,  # the maximum that the model allows and that fits in the cache
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tensor_parallel,
@@ -126,13 +131,14 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the modules, because vLLM confuses a prompt's rows with requests if it has to expect an adapter of the head.
+        # Name the adapted modules. Otherwise, vLLM prepares for an adapter on the head and then confuses a prompt's rows with
+        # requests.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     no_images = _no_images(checkpoint)
     if no_images is None:
-        # vLLM's processor needs the tokenizer. Its cache is switched off: vllm_engine.images has a cache, and vLLM's own cache
-        # would depend on requests that are refused.
+        # vLLM's processor needs the tokenizer. Its cache is turned off, because vllm_engine.images has a cache and because the
+        # state of vLLM's own cache would depend on requests that are refused.
         limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
@@ -145,21 +151,21 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return how a model differs from the tested models of its family, as the end of a clause; "" if it does not differ."""
+    """Return how a model differs from the tested models of its family, as the end of a clause; "" if there is no difference."""
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
-        return " with features of several layers"
+        return " with image features from several layers"
     rope = config.get("text_config", {})
     rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
-    # transformers always interleaves, vLLM only if the config says so.
+    # transformers always interleaves; vLLM does so only if the config says so.
     if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):
         return " without mrope_interleaved in their config"
     return ""
 
 
 def _no_images(checkpoint: Checkpoint) -> str | None:
-    """Return why vLLM cannot score a model's rows with images, or None if it can."""
+    """Return why vLLM cannot score rows with images with this model, or None if it can."""
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"
@@ -167,19 +173,20 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
         return WRONG[kind]
     unlike = _unlike_tested(kind, checkpoint.config)
     if kind not in FAMILIES or unlike:
-        return f"vLLM's values for images were not compared with transformers' for {kind} models{unlike}"
+        return f"vLLM's values for images have not been compared with transformers' for {kind} models{unlike}"
     if checkpoint.adapter is not None:
         return "vLLM ignores an adapter's changes outside the text decoder"
     for what, names in _PARTS.items():
         if not any((checkpoint.folder / name).is_file() for name in names):
-            return f"vLLM needs the {what} in the model's folder, which has none"
+            return f"vLLM needs the files of the {what} in the model's folder, but there are none"
     return None
 
 
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make vLLM's rotary embeddings equal to transformers'; raise EngineError if none do.
+    """Return arguments that make vLLM's rotary embeddings match transformers', or raise EngineError if there are none.
 
-    vLLM chooses the frequencies of a rotary embedding once, for its longest sequence; transformers chooses them for each pass.
+    vLLM chooses the frequencies of rotary embeddings once, for the longest possible sequence; transformers chooses them for
+    each pass.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
@@ -192,29 +199,29 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(adapter: Adapter) -> int:
-    """Return the LoRA rank that vLLM must support. Raises EngineError for an adapter that vLLM would apply wrongly."""
+    """Return the LoRA rank that vLLM must support. Raise EngineError if vLLM would apply the adapter incorrectly."""
     config = adapter.config
-    advice = "use --engine torch, or merge it into the model (peft: merge_and_unload) and score the merged model"
+    advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and score the merged model"
     if config.get("peft_type") != "LORA":
-        raise EngineError(f"{adapter.folder}: vLLM applies LoRA adapters only, not {config.get('peft_type')}; {advice}")
+        raise EngineError(f"{adapter.folder}: vLLM supports only LoRA adapters, not {config.get('peft_type')}; {advice}")
     tables = sorted({name for name in _tensors(adapter.weight_file) if any(table in name for table in _TABLES)})
     if config.get("modules_to_save") or tables:
         what = tables[0] if tables else config["modules_to_save"][0]
         raise EngineError(f"{adapter.folder} changes {what}, which vLLM applies wrongly to prompts; {advice}")
     rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     if rank > _RANKS[-1]:
-        raise EngineError(f"{adapter.folder} has rank {rank}, vLLM supports up to {_RANKS[-1]}; {advice}")
+        raise EngineError(f"{adapter.folder} has rank {rank}, but vLLM supports at most {_RANKS[-1]}; {advice}")
     return min(size for size in _RANKS if size >= rank)
 
 
 def _targets(adapter: Adapter) -> list[str]:
-    """Return the last names of the adapter's modules, such as q_proj for "….self_attn.q_proj.lora_A.weight"."""
+    """Return the last part of the names of the adapted modules: q_proj for "….self_attn.q_proj.lora_A.weight"."""
     names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _tensors(file: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors; `read_checkpoint` has checked the file."""
+    """Return the names of the tensors in a safetensors file that `read_checkpoint` has already checked."""
     with file.open("rb") as handle:
         (size,) = struct.unpack("<Q", handle.read(8))
         return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]

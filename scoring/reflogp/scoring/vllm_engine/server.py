@@ -1,7 +1,7 @@
-"""Connect to a running `vllm serve`: a Transport over HTTP, with many requests at the same time and retries.
+"""Connect to a running `vllm serve`: a Transport that sends concurrent HTTP requests and retries them.
 
-The server's weights cannot be read. So `check_claim` scores a few sequences with the local weights and on the server, and
-compares the values. Requests are JSON in one of three forms, which are listed with the best form first:
+reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
+compares the values. Requests are JSON, in one of three forms (best first):
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
@@ -34,12 +34,12 @@ from reflogp.store.checkpoint import Checkpoint
 
 Form = Literal["token_ids", "prompt", "completions"]
 FORMS: tuple[Form, ...] = ("token_ids", "prompt", "completions")
-#: The number that vLLM writes for minus infinity, which JSON does not have (vllm.logprobs, clamp_prompt_logprobs).
+#: The number that vLLM writes instead of minus infinity, which JSON cannot represent (vllm.logprobs, clamp_prompt_logprobs).
 _MINUS_INFINITY = -9999.0
 
 
 def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-    """Return (path, JSON body) of one request."""
+    """Return (URL path, JSON body) for a request in the given form."""
     ids = request.ids.tolist()
     if form == "completions":
         return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -54,7 +54,7 @@ def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, 
 
 
 def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
-    """Return the float32 values of the completion's tokens, or None if the response does not hold all of them."""
+    """Return the log-probs of the completion's tokens, float32, or None if the response does not contain all of them."""
     ids = request.ids.tolist()
     try:
         if form == "token_ids":
@@ -73,34 +73,35 @@ def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
-    """Return the number of tokens that the server reports as read from its cache; 0 if it reports nothing."""
+    """Return how many tokens the server read from its cache, according to its response; 0 if the response does not say."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 
 
-#: Timeout of one response in seconds: a long sequence may wait behind many others.
+#: Timeout for a response, in seconds. It is long because a sequence may have to wait for many others.
 _ANSWER_SECONDS = 600.0
-#: Seconds between two attempts: the first pause, and the longest after doubling.
+#: Pauses between attempts, in seconds: the first pause, and the limit up to which pauses double.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-#: Seconds without a response after which a warning says that this process is waiting for the server.
+#: How long the server may be silent before a warning says that reflogp is waiting for it, in seconds.
 _SAID_SECONDS = 3.0
-#: Status codes that are retried: too many requests, or a proxy or server that restarts. A server sends 500 while it shuts down.
+#: Status codes that are retried: too many requests, or a proxy or server that is restarting. A server sends 500 while it shuts
+#: down.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: Number of tokens of all passes in flight, divided by the maximum number of requests in flight.
+#: Number of tokens in all passes in flight, divided by the maximum number of requests in flight.
 _TOKENS_EACH = 1024
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """The address of a server and the settings of its client.
+    """The address of a vLLM server and the settings of the client.
 
     Attributes:
-        url: base URL such as http://host:8000 or http://host/prefix, with or without a final /v1.
-        model: name under which the server serves the reference; None if it serves one model only.
-        key: API key of the server, or None.
-        concurrency: maximum number of requests in flight at the same time.
-        patience_seconds: maximum time to wait for a server that does not respond.
+        url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
+        model: the server's name for the reference model; None if the server serves only one model.
+        key: API key for the server, or None.
+        concurrency: maximum number of concurrent requests.
+        patience_seconds: maximum time to wait for a server that does not respond, in seconds.
     """
 
     url: str
@@ -111,14 +112,14 @@ class ServerPlace:
 
 
 class VllmServer:
-    """A running server with the reference model.
+    """A running vLLM server that serves the reference model.
 
     Raises:
-        UsageError: the URL is invalid, or the server does not serve that model.
-        EngineError: the server cannot be reached, or gives no log-probs of given tokens.
+        UsageError: the URL is invalid, or the server does not serve the model.
+        EngineError: the server cannot be reached, or does not return log-probs of given tokens.
 
     Attributes:
-        form: the best form of request that the server supports.
+        form: the best request form that the server supports.
         max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
@@ -127,7 +128,7 @@ class VllmServer:
     def __init__(self, place: ServerPlace) -> None:
         url = place.url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {place.url}: give http://HOST:PORT of a vllm serve")
+            raise UsageError(f"--url {place.url}: use the address of a running vllm serve, such as http://HOST:PORT")
         self._place = place
         self._http = httpx.Client(
             base_url=url,
@@ -140,7 +141,7 @@ class VllmServer:
         self._said = False
         self._closed = threading.Event()
         self._model, self.max_tokens = self._find_model()
-        about = self._sent("GET", "/version", None, _AWAY)  # a proxy may not forward this path
+        about = self._sent("GET", "/version", None, _AWAY)  # a proxy might not forward this path
         self._version = str(about.json().get("version")) if about.status_code == 200 else "unknown"
         self.form = self._find_form()
         self.reads_cache = self.form == "token_ids"
@@ -149,12 +150,12 @@ class VllmServer:
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why a server cannot score sequences with images; see Transport.problem_of_images."""
         # /inference/v1/generate accepts images together with token ids. But it either expands placeholders itself
-        # (content_parts), or needs the tensors and ranges of vLLM's own processor, without the text tokens between an image's
-        # tokens (features).
-        return "a server makes the tokens of images itself, with a processor whose settings cannot be read"
+        # (content_parts), or needs tensors and ranges from vLLM's own processor, which leave out the text tokens between an
+        # image's tokens (features).
+        return "a server generates the tokens of images itself, with a processor whose settings cannot be read"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests and yield responses; see Transport.ask. Waits for a server that does not respond."""
+        """Send requests and yield responses; see Transport.ask. If the server does not respond, wait and retry."""
         futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
         return self._answers(futures)
 
@@ -163,23 +164,23 @@ class VllmServer:
         try:
             for future in as_completed(futures):
                 yield Answer(futures[future], *future.result())
-        finally:  # after an error the other responses are not needed
+        finally:  # after an error, the other responses are not needed
             for future in futures:
                 future.cancel()
 
     def revive(self) -> bool:
-        """Return False: a server cannot be started from here."""
+        """Return False, because a remote server cannot be restarted from here."""
         return False
 
     def provenance(self) -> dict[str, Any]:
-        """Return the server's version and the method; see Transport.provenance.
+        """Return the server's version and the request form; see Transport.provenance.
 
-        The server's address and its name for the model are left out of the store: they may be internal.
+        The server's address and its name for the model are not stored, because they may be internal.
         """
         return {"engine": "remote", "vllm": self._version, "method": self.form}
 
     def close(self) -> None:
-        """Close the connections; requests in flight end."""
+        """Close the connections and abort requests in flight."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
@@ -190,7 +191,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """Return (name, number of tokens of the longest sequence) of the served model."""
+        """Return (name, maximum number of tokens in a sequence) of the served model."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if name is None and len(served) != 1:
@@ -201,7 +202,7 @@ class VllmServer:
         return name, int(served[name].get("max_model_len") or 2**31) - 1
 
     def _find_form(self) -> Form:
-        """Try the forms on a small sequence, the best form first; return the first form that works."""
+        """Try the request forms on a short sequence, best form first; return the first one that works."""
         request = Request(np.array([0, 0, 0]), 1, False)
         refusals = []
         for form in FORMS:
@@ -210,20 +211,20 @@ class VllmServer:
             if response.status_code == 200 and values(form, response.json(), request) is not None:
                 return form
             refusals.append(f"{path}: {response.status_code} {_said(response)}")
-        raise EngineError(f"{self._place.url} gives no log-probs of given tokens ({'; '.join(refusals)})")
+        raise EngineError(f"{self._place.url} does not return log-probs of given tokens ({'; '.join(refusals)})")
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON of the response. Raises EngineError unless its status is 200."""
+        """Send a request and return the response's JSON. Raise EngineError if the status is not 200."""
         response = self._sent(method, path, body, _LATER)
         if response.status_code != 200:
-            raise EngineError(f"{self._place.url}{path} answered {response.status_code} {_said(response)}")
+            raise EngineError(f"{self._place.url}{path} responded with {response.status_code} {_said(response)}")
         answer: dict[str, Any] = response.json()
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
-        """Send a request and return the response; retry while the server does not respond or its status is in `later`.
+        """Send a request and return the response; retry while the server does not respond or the status is in `later`.
 
-        Raises EngineError after `patience_seconds` without a response of another status, or if the engine was closed.
+        Raises EngineError if this continues for `patience_seconds`, or if the engine is closed.
         """
         pause = _FIRST_PAUSE
         while True:
@@ -245,14 +246,14 @@ class VllmServer:
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:
                 raise EngineError(
-                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); scored values are kept: run "
-                    "the same command again when the server is back, or wait longer with --patience"
+                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}). Values scored so far are kept: "
+                    "run the same command again when the server is back, or wait longer with --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _said(response: httpx.Response) -> str:
-    """Return the message of an error response, shortened."""
+    """Return the shortened error message of a response."""
     try:
         said = response.json()
         said = said.get("error", said) if isinstance(said, dict) else said
@@ -267,25 +268,26 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "") if listed else "none"
 
 
-#: (prompt, completion) lengths of the sequences that `check_claim` scores. Three have at most 512 tokens, and one is longer:
-#: with speculative decoding, values of prompts of up to 512 tokens can be wrong (github.com/vllm-project/vllm/issues/53488).
+#: (prompt, completion) lengths of the sequences that `check_claim` scores: three of at most 512 tokens and one longer sequence.
+#: With speculative decoding, vLLM's values can be wrong for prompts of up to 512 tokens
+#: (github.com/vllm-project/vllm/issues/53488).
 _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 
 
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Score a few sequences locally and on the server; return the result for the provenance.
+    """Score a few sequences locally and on the server, and compare the values; return the result for the provenance.
 
     Args:
-        engine: engine of the server.
+        engine: engine that is connected to the server.
         model: checkpoint with the reference's weights.
-        reference: the reference that the server should serve.
-        device: device for the local weights.
-        trust_remote_code: run modelling code from the checkpoint.
+        reference: the reference that the server is expected to serve.
+        device: device to load the local weights on.
+        trust_remote_code: whether to run modeling code from the checkpoint.
 
     Raises:
-        EngineError: the server's values differ, or the local weights cannot be loaded.
+        EngineError: the server's values differ from the local values, or the local weights cannot be loaded.
     """
     import torch
 
@@ -303,7 +305,7 @@ def check_claim(
     if difference > tolerance:
         raise EngineError(
             f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
-            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square), {tolerance:.3g} is allowed"
+            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square); the limit is {tolerance:.3g}"
         )
     return {"reference": "checked", "reference_difference": difference}
 
