@@ -1,4 +1,4 @@
-"""Shared console output: exit codes, progress on stderr, and one JSON object as the last line of stdout."""
+"""Shared console code: exit codes, progress on stderr, and output of one JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def print_json(summary: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide the progress bars and notices of the model libraries."""
+    """Hide the model libraries' progress bars and notices."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)

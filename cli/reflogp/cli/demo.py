@@ -26,7 +26,7 @@ def demo(
         str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Your own preference pairs. Default: 300 pairs of grade-school maths.")
+        str | None, typer.Option(help="Dataset of your own preference pairs. Default: 300 pairs about grade-school maths.")
     ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
@@ -186,7 +186,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 class _models_that_run:
     """A context manager that collects every language model that starts a forward pass in the block.
 
-    It registers a forward hook on all modules."""
+    It registers a forward pre-hook on all modules."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

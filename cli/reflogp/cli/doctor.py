@@ -100,7 +100,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return (an extra's missing packages, its packages whose installed version does not satisfy the requirement)."""
+    """Return an extra's missing packages, and its packages whose installed version does not meet the requirement."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
@@ -176,7 +176,7 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding(
             "model",
             "note",
-            f"the weights do not fit into the {room / 2**30:.0f} GiB that are free on the largest device",
+            f"the weights do not fit on any single device (the most free memory is {room / 2**30:.0f} GiB)",
             "reflogp score --engine vllm --tensor-parallel N",
         )
 

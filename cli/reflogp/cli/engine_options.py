@@ -1,4 +1,4 @@
-"""Define the options of `reflogp score` that choose and configure the engine."""
+"""Options of `reflogp score` that choose and configure the engine."""
 
 from __future__ import annotations
 

@@ -64,10 +64,9 @@ def export(
 ) -> None:
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
-    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. You therefore need to
-    score and join rows that contain the token ids that the stack itself produces (prompt_ids, chosen_ids, rejected_ids), in the
-    same order as in its training dataset. Every row needs values. If some rows have none, this command lists them, writes
-    nothing, and exits with code 3.
+    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
+    rows of the token ids that the stack itself produces (prompt_ids, chosen_ids, rejected_ids), in the order of its training
+    dataset. Every row needs values. If some rows have none, this command lists them, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 

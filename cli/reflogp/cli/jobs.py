@@ -48,7 +48,7 @@ JobId = Annotated[
 Token = Annotated[
     str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
 ]
-Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it is done, failed or cancelled.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it has completed, failed or been cancelled.")]
 
 
 @app.command("ls")

@@ -1,4 +1,4 @@
-"""`reflogp join`: write a dataset's rows with reference log-prob columns."""
+"""`reflogp join`: write a dataset's rows with added columns for reference log-probs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="""Score preference data with a frozen reference model once, keep the log-probs, and join them into any trainer.
+    help="""Score preference data once with a frozen reference model, store the log-probs, and use them in any trainer.
 
 A first run:
 

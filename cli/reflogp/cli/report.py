@@ -22,7 +22,7 @@ def report(
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Report whether a scored dataset is suitable for training with this reference, as an HTML page with charts as PNG.
+    """Write an HTML report, with PNG charts, on whether a scored dataset is suitable for training with this reference.
 
     The page shows log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob,
     how much each max_length would truncate, and which rows have no values. This command does not load the model: it uses the

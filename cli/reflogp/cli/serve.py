@@ -40,7 +40,7 @@ def serve(
         str | None, typer.Option("--config", help="TOML file with settings; flags take precedence.", metavar="FILE")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free port. Default: 8311.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:
     """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
 

@@ -72,8 +72,8 @@ def submit(
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Key of your choice that identifies the job. Not needed for retries, because the same data and settings "
-            "always give the same job.",
+            help="Key of your choice that identifies the job. Not needed for retries, because the same data and settings give "
+            "the same job.",
             metavar="KEY",
         ),
     ] = None,

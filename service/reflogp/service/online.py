@@ -231,7 +231,7 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """Return the worker for a request.
+        """Choose the worker for a request.
 
         Prefer workers that respond in time, then workers that have loaded the model, then workers with few queued tokens.
 

@@ -129,7 +129,7 @@ class PendingWrites:
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # the ledger fails for every job; if it is only damaged, it may still accept writes for others
+                    break  # only a damaged ledger may still accept writes for other jobs
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()

@@ -44,7 +44,7 @@ _LATE_PART = 0.25
 #: A forward pass that takes longer than this many seconds is logged.
 _LONG_PASS_SECONDS = 600.0
 _END_SECONDS = 25.0
-#: Seconds between the times when this process returns freed memory to the operating system.
+#: Interval, in seconds, at which this process returns freed memory to the operating system.
 _TRIM_SECONDS = 60.0
 
 
@@ -254,7 +254,7 @@ class Pool:
         while True:
             await asyncio.sleep(self._look_seconds)
             now = time.monotonic()
-            passed = min(now - last, 2 * self._look_seconds)  # ignore the time for which this process itself was paused
+            passed = min(now - last, 2 * self._look_seconds)  # if this process was paused, ignore the pause
             last = now
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:

@@ -2,9 +2,9 @@
 
 The code runs in the event loop; the ledger and files are accessed in threads.
 
-Requests from callers (submit, cancel, retry) are recorded in the ledger before the response is sent. Reports from workers are
-recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs to
-workers.
+Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
+are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs
+to workers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_REPORT_BYTES = 4 << 20
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
-#: (Function that writes to the ledger, callback for the function's result).
+#: (Function that writes to the ledger, callback that is called with the function's result).
 _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -84,7 +84,7 @@ class Precompute:
     Args:
         settings: the service's settings.
         folder: the state folder. Results are written to its subfolder `results`.
-        ledger: ledger of jobs.
+        ledger: the job ledger.
         registry: references by name or id.
         uploads: folder of uploaded dataset files.
         fetched: folder of dataset files fetched from URIs.
@@ -492,7 +492,7 @@ class Precompute:
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
             if claim is None:
                 return
-            if not worker.ready:  # the worker's process has ended since
+            if not worker.ready:  # the worker's process has ended since the check
                 self._look_for_lost = True
                 self._wanted.set()
                 return
@@ -536,7 +536,7 @@ class Precompute:
             detail = error.detail if isinstance(error, Problem) else str(error)
             write = self._finish(claim.id, "failed", error=f"the dataset: {detail}")
         if self._running.get(worker.number) is not running:
-            return  # the worker has died since
+            return  # the worker has died by now
         if running.cancelled.is_set():
             write = self._finish(claim.id, "cancelled")
         if write is not None:
@@ -597,7 +597,7 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Return the allowed root that contains a dataset.
+        """Return the allowed root folder that contains a dataset.
 
         Raise Problem if the dataset has changed since the job was submitted, or is no longer allowed.
         """

@@ -9,7 +9,8 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…" # of the token; `reflogp token trainers` makes one scopes = ["read", "score"]
+    sha256 = "…"                            # of the token; create one with `reflogp token trainers`
+    scopes = ["read", "score"]
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ReferenceSettings(BaseModel):
         None,
         description="Dtype of the output layer. With float32, the logits are computed in float32. Part of the reference id.",
     )
-    revision: str | None = Field(None, description="Revision of a model on the Hub.")
+    revision: str | None = Field(None, description="Revision of the model on the Hub.")
     trust_remote_code: bool = Field(False, description="Run the modelling code that comes with the checkpoint.")
     engine: EngineName = Field(
         "torch", description="Engine that computes log-probs: torch, vllm, or remote (a running `vllm serve`)."
@@ -106,7 +107,7 @@ class ReferenceSettings(BaseModel):
 
 
 class TokenSettings(BaseModel):
-    """A bearer token. The settings contain only its digest, not the token itself."""
+    """A bearer token. The settings contain only the token's digest, not the token itself."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(description="Name of the token's user, for logs.")
@@ -124,8 +125,8 @@ class ServerSettings(BaseSettings):
     tokens: list[TokenSettings] = Field(
         default_factory=list, description="Callers' bearer tokens. Required unless the service listens only on loopback."
     )
-    host: str = Field("127.0.0.1", description="Address on which the service listens.")
-    port: int = Field(8311, ge=0, le=65535, description="Port on which the service listens; 0 chooses a free port.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Host names that clients may use to reach the service, in addition to loopback names: data.example.org, "
@@ -391,5 +392,5 @@ def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
         return FromFile(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
         raise UsageError("; ".join(_said(entry) for entry in error.errors()[:3])) from error
-    except ValueError as error:  # TOML or JSON that cannot be parsed
+    except ValueError as error:  # the TOML or JSON cannot be parsed
         raise UsageError(f"settings {file or 'from the environment'}: {str(error).splitlines()[0]}") from error

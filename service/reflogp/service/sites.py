@@ -1,4 +1,4 @@
-"""Refuse requests from pages of other sites, and add security headers to every response.
+"""Reject requests from other sites' pages, and add security headers to every response.
 
 Any page can make a browser send requests to this service. The browser may be behind a firewall, and it attaches this service's
 cookies. Three headers distinguish such requests from those made by our own pages and by programs:

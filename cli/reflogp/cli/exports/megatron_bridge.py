@@ -31,7 +31,9 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact with pair_id 0 to n-1. Each record has the sum in nats and the token count of both completions.
+    """Write an artifact with pair_id 0 to n-1.
+
+    Each record contains the log-prob sum (in nats) and the token count of each completion.
 
     The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
     The trainer compares the fingerprint's fields and ignores the other entries. The trainer rejects a folder without metadata.

@@ -21,7 +21,7 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="ok in responses from /healthz, ready in responses from /readyz.")
+    status: str = Field(description="ok in the response to /healthz, ready in the response to /readyz.")
     version: str = Field(description="Version of reflogp.")
 
 
@@ -41,7 +41,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         responses=documented(503),
     )
     async def readyz() -> Health:
-        """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
+        """Return 200 if the store can be read, the job ledger can be written, and a worker responds.
 
         While workers are starting, return 503 with an explanation. A service without reference models is ready without a
         worker.

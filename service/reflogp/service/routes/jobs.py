@@ -255,7 +255,7 @@ def _settings_of_query(
         Query(
             min_length=1,
             max_length=200,
-            description="Same as the field of this name in a JSON body. Used only if the body is the dataset.",
+            description="Same as the field with this name in a JSON body. Used only if the body is the dataset.",
         ),
     ] = None,
     format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,

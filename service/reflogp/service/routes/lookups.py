@@ -1,4 +1,4 @@
-"""Serve /v1/references and /v1/lookup: list references, and look keys up in the store."""
+"""Serve /v1/references and /v1/lookup: list references, and look up keys in the store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ReferenceInfo(BaseModel):
 
 
 class References(BaseModel):
-    """All references that the service or its store has."""
+    """All references in the service's settings and in its store."""
 
     store: str = Field(description="URI of the store.")
     references: list[ReferenceInfo] = Field(description="Sorted by id.")
@@ -94,7 +94,7 @@ class LookupAnswer(BaseModel):
 
 
 def lookups_router(context: Context) -> APIRouter:
-    """Return the routes that list references and look keys up."""
+    """Return the routes that list references and look up keys."""
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
     settings, registry = context.settings, context.registry
 

@@ -1,6 +1,6 @@
 """Serve the web pages: the list of jobs, a page for each job, references, the store, API documentation and sign-in.
 
-Pages are rendered on the server. The only script in the browser updates displayed pages.
+Pages are rendered on the server. In the browser, a script only updates the pages that are shown.
 """
 
 from __future__ import annotations

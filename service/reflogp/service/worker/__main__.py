@@ -115,7 +115,7 @@ class Worker:
         self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
-        self._ordered: list[_Ordered] = []  # the queued and running orders
+        self._ordered: list[_Ordered] = []  # queued and running orders
         self._ending = False
         self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
@@ -138,7 +138,7 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except ContentMismatchError as error:  # requests for this reference get this error too
+            except ContentMismatchError as error:  # requests for this reference will get the same error
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
@@ -152,7 +152,7 @@ class Worker:
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """Wait until a job that has lost its device has committed its computed values."""
+        """Wait until a job that has lost its device has committed the values it computed."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -272,7 +272,7 @@ class Worker:
             return message | {"end": "failed", "error": _unexpected(ordered, error)}
 
     def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job and return the frame that ends the help. Raise DeviceLostError if a forward pass fails."""
+        """Help with a job and return the frame that reports the end. Raise DeviceLostError if a forward pass fails."""
         order, text = ordered.order, None
         try:
             reference = self._reference(order.reference_id)

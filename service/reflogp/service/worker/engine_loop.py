@@ -60,7 +60,7 @@ class OnlineRequest:
     Attributes:
         id: id that the service assigned to the request.
         request: X-Request-Id of the caller's HTTP request, for log lines.
-        alone: True if the request must be scored in a separate round, because it may have killed a worker before.
+        alone: True if the request must be scored in a separate round, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
         outcomes: one outcome per sequence; None until the sequence has been computed.
     """
@@ -129,7 +129,8 @@ class Engines:
     Only the engine loop's thread may use an object of this class.
 
     Args:
-        make: loads and returns the engine for a reference id. May raise EngineError and the errors of `describe_reference`.
+        make: loads and returns the engine for a reference id. May raise EngineError and the same errors as
+            `describe_reference`.
         capacity: maximum number of loaded engines.
         pinned: id of a reference whose engine is never unloaded, or None.
         on_change: called with the ids of all loaded references whenever an engine is loaded or unloaded.
@@ -296,7 +297,7 @@ class EngineLoop:
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
         """Return the engine of a reference, loading it if necessary. Use it only for calls that run no forward pass.
 
-        Raise the errors of `flow`.
+        Raise the same errors as `flow`.
         """
         work = _Work(reference_id, [], lambda _: None)
         for _ in self._follow(work, check):
@@ -518,7 +519,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # no limit here: only the passes of jobs are kept short, to let online requests run sooner
+        engine.pass_seconds = None  # no limit here: only jobs' passes are kept short, so that online requests run sooner
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

@@ -56,7 +56,7 @@ class Helpers:
     def open(self, table: LogprobTable) -> None:
         """See Workers.open.
 
-        Each helper opens the table itself. The next call of `begin` also returns helpers that joined in an earlier attempt.
+        Each helper opens the table itself. The next call to `begin` also returns helpers that joined during an earlier attempt.
         """
         with self._lock:
             self._joined = list(self._here.values())
@@ -124,7 +124,7 @@ class _Helper:
         return settled(f"worker {self.number}")
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare. The Future is done at once, because a helper joins after it has loaded its engine."""
+        """See Worker.prepare. The Future completes at once, because a helper joins only after it has loaded its engine."""
         return settled(self._provenance)
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:

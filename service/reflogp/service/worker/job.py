@@ -126,7 +126,7 @@ class Progress(ProgressCallbacks):
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # when the first window was read
+        self._scoring_since: float | None = None  # time when the first window was read
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:

@@ -16,7 +16,7 @@ from reflogp.store.schema import one_array
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Location, numerics and engine of a reference's model.
+    """Location, dtypes and engine of a reference's model.
 
     Attributes:
         engine: fields of EngineChoice, except device and token_budget, which the worker sets.
@@ -43,7 +43,7 @@ class WorkerConfiguration:
         workers: number of workers in the service.
         sharing: number of workers that share the machine's CPU cores.
         token_budget: maximum number of tokens in one forward pass, or "auto".
-        models: reference id -> model of the reference.
+        models: reference id -> configuration of the reference's model.
         capacity: maximum number of loaded engines.
         pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
         store: URI of the store.
