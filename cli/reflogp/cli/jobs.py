@@ -136,7 +136,7 @@ def result(
 
 def save_result(client: Client, job: str, output: Path) -> None:
     client.result(job, output)
-    err.print(f"values saved in {output}")
+    err.print(f"values saved to {output}")
 
 
 def watched(client: Client, job: str) -> Job:

@@ -60,7 +60,7 @@ class WorkerHandle:
         broken: True if several consecutive starts have failed.
         silent_seconds: how long the worker has left a ping unanswered, or 0 if it has answered every ping.
         late: True if an answer to a ping is overdue.
-        doing: (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle.
+        doing: (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:

@@ -1,6 +1,6 @@
 """Look up a service's references, their tables and their snapshots, by name or id.
 
-Loads no model. The registry is safe to use from several threads.
+This module does not load any models. The registry is safe to use from several threads.
 """
 
 from __future__ import annotations

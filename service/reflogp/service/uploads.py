@@ -34,8 +34,8 @@ _WRITE_BYTES = 256 << 10
 #: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep the upload open
 #: by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: A file is not deleted for this long after it was received or resolved, because a job that uses it may be about to be
-#: recorded.
+#: Grace period after a file was received or resolved. During this time the file is not deleted, because a job that uses it may
+#: be about to be recorded.
 _GRACE = timedelta(minutes=10)
 _MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME), and wait ten minutes"
 

@@ -249,7 +249,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle."""
+        """Return (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 

@@ -19,7 +19,8 @@ from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
 logger = logging.getLogger(__name__)
 
-#: Values wait for _SECONDS, or until values for _SEQUENCES sequences are waiting, so that more values are committed together.
+#: Values are committed after _SECONDS, or once values for _SEQUENCES sequences are waiting. The delay lets more values be
+#: committed together.
 _SECONDS, _SEQUENCES = 2.0, 4096
 #: Maximum number of tokens whose values may be waiting to be committed, at 12 bytes per token. If values arrive faster than
 #: they are committed, the newest values are dropped.
