@@ -34,8 +34,8 @@ def test_values_of_another_engine_are_hits_unless_one_engine_is_wanted(reflogp, 
         (["--engine", "vllm", "--token-budget", 512], "--token-budget is an option of --engine torch, but the engine is vllm"),
         (["--engine", "vllm", "--vllm-option", "seed=1"], "vLLM option seed cannot be set"),
         (["--trust-claim"], "--trust-claim is an option of --engine remote"),
-        (["--engine", "remote", "--url", "http://x:8000", "--ray"], "needs no --ray"),
-        (["--engine", "remote", "--url", "http://x:8000", "--claim", "ab" * 16], "there is no such file of"),
+        (["--engine", "remote", "--url", "http://x:8000", "--ray"], "cannot be combined with --ray"),
+        (["--engine", "remote", "--url", "http://x:8000", "--claim", "ab" * 16], "there is no such file"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(reflogp, command, options, complaint):
@@ -56,7 +56,7 @@ def test_a_reference_is_printed_as_a_store_writes_it(reflogp, reference_folder, 
 def test_a_claim_that_is_no_reference_is_named(reflogp, command, pairs_file):
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", pairs_file)
     assert code == 2
-    assert "not a file of `reflogp reference`" in err
+    assert "this file was not written by `reflogp reference`" in err
 
 
 def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder, tmp_path):
@@ -64,7 +64,7 @@ def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder
     claim.write_text(describe_reference(str(reference_folder), "bfloat16").to_json())
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", claim)
     assert code == 2
-    assert "--dtype float32: the claimed reference has bfloat16; leave the option out" in err
+    assert "--dtype float32: the claimed reference has bfloat16; omit the option" in err
 
 
 def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp_path):
@@ -72,7 +72,7 @@ def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp
     command[1] = str(tmp_path / "tokenizer")
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000")
     assert code == 2
-    assert "if the weights are on another machine, name their reference with --claim" in err
+    assert "if the weights are on another machine, give their reference with --claim" in err
 
 
 @pytest.mark.slow

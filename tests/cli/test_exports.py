@@ -309,7 +309,7 @@ def test_a_joined_file_that_was_cut_or_sorted_is_refused(reflogp, joined, tmp_pa
     turned = altered(joined, tmp_path / "turned.parquet", lambda table, note: table.take(list(range(ROWS))[::-1]))
     code, _, err = reflogp("export", turned, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out")
     assert code == USAGE
-    assert "not in the dataset's order" in err
+    assert "not in dataset order" in err
 
 
 def nan_in_row_3(table, note):
@@ -350,7 +350,7 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
         (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write it again"),
         (without("src"), FAIRSEQ2, "has no column src"),
         (noted(ld_alpha=0.5), DPO, "not plain sums"),
-        (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps a sequence's start"),
+        (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps the start of each sequence"),
         (noted(max_length=64), BRIDGE, "join it without --max-length"),
         (noted(max_length=64), FAIRSEQ2, "join it without --max-length"),
     ],
@@ -368,11 +368,11 @@ def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata,
 @pytest.mark.parametrize(
     "form, says",
     [
-        (("--as", "open-instruct", "-o", "caches", "--hash", HASH), "needs --loss-type"),
-        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo"), "needs --hash"),
+        (("--as", "open-instruct", "-o", "caches", "--hash", HASH), "requires --loss-type"),
+        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo"), "requires --hash"),
         (("--as", "open-instruct", "-o", "caches", "--loss-type", "simpo", "--hash", HASH), "simpo"),
         (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo", "--hash", "../secret"), "16 digits"),
-        (("--as", "megatron-bridge", "-o", "artifact"), "needs --metadata"),
+        (("--as", "megatron-bridge", "-o", "artifact"), "requires --metadata"),
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "nowhere.json"), "cannot be read"),
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "list.json"), "not a JSON object"),
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "few.json"), "lacks tokenizer, max_seq_length"),

@@ -179,7 +179,7 @@ def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_pat
                 worker.send_signal(signal.SIGSTOP)
                 assert found.progress.rows < count
             else:
-                begun = "job begins on worker"
+                begun = "job started on worker"
                 wait_until(lambda: any(begun in line and job.id in line for line in service.log))
             change(file, new)
         finally:

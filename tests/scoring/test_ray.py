@@ -181,7 +181,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     assert (run.returncode, out) == (130, "")
     assert (
         err.strip().splitlines()[-1]
-        == "reflogp: interrupted; committed values are kept: run the same command again to continue"
+        == "reflogp: interrupted; committed values are kept; run the same command again to continue"
     )
     code, out, _ = reflogp(
         "score", "--ray", *rest, "--ray-workers", 2, "--json"

@@ -319,7 +319,7 @@ def test_a_pass_holds_few_bytes_of_images(reference_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("reference", "complaint"),
     [
-        ({"engine": "remote"}, "needs a url"),
+        ({"engine": "remote"}, "requires a url"),
         ({"tensor_parallel": 2}, "tensor_parallel is a setting of engine vllm"),
         ({"engine": "vllm", "url": "http://x"}, "url is a setting of engine remote"),
         ({"engine": "vllm", "vllm_options": {"seed": 1}}, "vLLM option seed cannot be set"),

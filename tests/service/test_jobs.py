@@ -90,7 +90,7 @@ def test_the_same_job_twice_is_one_job(client, service, tmp_path):
     assert client.submit(file, "ref", max_length=9).id != first.id
     keyed = client.submit(file, "ref", idempotency_key="monday")
     assert keyed.id not in (first.id,) and client.submit(file, "ref", idempotency_key="monday").id == keyed.id
-    with pytest.raises(RequestRefusedError, match="Idempotency-Key was already used for another job"):
+    with pytest.raises(RequestRefusedError, match="Idempotency-Key was already used for a different job"):
         client.submit(file, "ref", max_length=9, idempotency_key="monday")
     assert client.watch(keyed.id).summary["scored"] + client.watch(first.id).summary["scored"] == 8
 
@@ -242,7 +242,7 @@ def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, r
     assert ended.state == "done", "".join(service.log)
     assert ended.summary["bad_row_numbers"] == [33]
     assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [33]
-    assert "a worker died whenever the sequence was scored (killed by SIGKILL" in result["error"][33].as_py()
+    assert "a worker died each time this sequence was scored (killed by SIGKILL" in result["error"][33].as_py()
     assert 4 <= ended.attempts <= 9  # a pack of about 25 sequences, halved each time
 
 

@@ -411,7 +411,7 @@ def test_signing_in_and_out(chromium, guarded):
         assert page.url == f"{guarded}/signin?next=/%3Fstate%3Ddone"
         page.get_by_label("Token").fill("a-wrong-token")
         page.get_by_role("button", name="Sign in").click()
-        assert "does not know that token" in page.get_by_role("alert").inner_text()
+        assert "token is not valid for this service" in page.get_by_role("alert").inner_text()
         assert page.context.cookies() == [] and "a-wrong-token" not in page.content()
         page.get_by_label("Token").fill(TOKENS["reader"][0])
         page.get_by_role("button", name="Sign in").click()

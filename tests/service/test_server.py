@@ -353,7 +353,7 @@ def reflogp(*arguments, **environment):
         (["serve"], "store"),
         (["serve", "--store", "x", "--host", "0.0.0.0"], "set tokens"),
         (["serve", "--store", "x", "--model", "nameless"], "NAME=PATH"),
-        (["serve", "--store", "x", "--dtype", "float32"], "--dtype needs --model"),
+        (["serve", "--store", "x", "--dtype", "float32"], "--dtype requires --model"),
         (["serve", "--store", "x", "--model", "a=/nowhere"], "nowhere"),
         (["serve", "--store", "x", "--config", "/nowhere.toml"], "does not exist"),
         (["serve", "--store", "x", "--port", "99999"], "port"),

@@ -346,7 +346,7 @@ def test_a_token_alone_allows_every_host():
 
 @pytest.mark.parametrize("names", [["*"], ["https://a.example"], ["a.example:80"], ["a.*"], [""], ["a.example/x"]])
 def test_allowed_hosts_that_are_no_names(names):
-    with pytest.raises(ValidationError, match=r"list the host names|is not a host name"):
+    with pytest.raises(ValidationError, match=r"list the service's host names|is not a host name"):
         ServerSettings(store="x", allowed_hosts=names)
 
 

@@ -1,4 +1,7 @@
-"""The `reflogp` command. Each subcommand is one module; the service and the trainers are imported only when needed."""
+"""The `reflogp` command.
+
+Each subcommand has its own module. The service and the trainers are imported only when they are needed.
+"""
 
 from reflogp.cli.main import main
 

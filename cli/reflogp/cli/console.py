@@ -1,4 +1,4 @@
-"""Shared console output: exit codes, progress on stderr, and one JSON object as the last line of stdout."""
+"""Shared console code: exit codes, progress on stderr, and output of one JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from reflogp.store import ReflogpError
 from reflogp.store.texts import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
-#: Exit code after Ctrl-C: 128 plus the number of SIGINT, as in shells.
+#: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of rows whose problem is printed; the other rows are counted.
+#: Maximum number of rows that are printed with their problem; further rows are only counted.
 _PRINTED_ROWS = 10
-#: Seconds between two progress lines if stderr is not a terminal.
+#: Seconds between progress lines when stderr is not a terminal.
 _LINE_SECONDS = 30.0
 
 
 class WatchInterruptedError(ReflogpError):
-    """Ctrl-C ended the watch of a job. The job itself continues on the service.
+    """The user pressed Ctrl-C while watching a job. The job itself continues on the service.
 
     Attributes:
         hints: lines to print below the message.
@@ -54,7 +54,7 @@ class WatchInterruptedError(ReflogpError):
 class SafeConsole(Console):
     """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Text is printed without markup unless `markup=True` is given. Untrusted names must then be passed through rich's `escape`.
+    Markup in text is not interpreted unless `markup=True` is given. In that case, pass untrusted names through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -64,7 +64,7 @@ class SafeConsole(Console):
         super().print(*(visible(thing) if isinstance(thing, str) else thing for thing in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape unsafe characters in all output: every table, bar and text passes through this method."""
+        """Escape unsafe characters in all output. Every table, progress bar and text passes through this method."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text, keep="\n"), segment.style)
 
@@ -74,14 +74,14 @@ err = SafeConsole(stderr=True)
 
 
 def missing_extra(extra: str, error: ImportError) -> ReflogpError:
-    """Return the error to raise if a subcommand's extra is not installed."""
+    """Return the error to raise when the extra that a subcommand needs is not installed."""
     return ReflogpError(f"this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})")
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows --max-length drops. Dropped rows are not an error."""
+    """Print how many rows are dropped because of --max-length. Dropped rows are not an error."""
     if rows:
-        err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
+        err.print(f"{rows:,} rows are dropped, as in TRL, because the prompt alone fills --max-length", style="yellow")
 
 
 def print_json(summary: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def print_json(summary: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide the progress bars and notices of the model libraries."""
+    """Hide the model libraries' progress bars and notices."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -111,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with rate and time left, which also collects bad rows and prints the first few of them."""
+    """A progress bar that shows the rate and the time left. It also collects bad rows, and prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -133,7 +133,7 @@ class Bar(ProgressCallbacks):
         self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units of work are done, such as bytes of weight files that have been hashed."""
+        """Show that `done` of `total` units of work are done (for example, bytes of weight files hashed)."""
         self._progress.update(self._task, completed=done, total=total)
 
     def line(self) -> str:
@@ -144,12 +144,12 @@ class Bar(ProgressCallbacks):
         return f"{task.description}: {task.completed:,.0f}{total}{tokens}, {timedelta(seconds=round(task.elapsed or 0))}"
 
     def report(self) -> None:
-        self._bad.print("left out (the others were kept)")
+        self._bad.print("skipped (all other rows were processed)")
         self._notes.print("kept, with a note")
 
 
 class _Rows:
-    """Rows, each with a text about it. The first rows are kept for printing, and all rows are counted."""
+    """Row numbers, each with a message. All rows are counted; the first few are stored for printing."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
@@ -173,7 +173,7 @@ class _Rows:
 
 @contextmanager
 def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """Print the result of `line` on stderr every 30 seconds during the block; print nothing if stderr is a terminal."""
+    """While the block runs, print the result of `line` on stderr every 30 seconds. If stderr is a terminal, print nothing."""
     if err.is_terminal:
         yield
         return
@@ -194,7 +194,7 @@ def lines_of(line: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """Show a progress bar on stderr during the block. If stderr is not a terminal, print the counts every 30 seconds."""
+    """Show a progress bar on stderr while the block runs. If stderr is not a terminal, print the counts every 30 seconds."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

@@ -1,6 +1,6 @@
-"""`reflogp demo`: score example data, score it again, train on the joined values and plot them, without a network.
+"""`reflogp demo`: score example data twice, train on the joined values and plot them, all without a network.
 
-The code follows the order of the steps that a user would take.
+The code performs the same steps as a user would, in the same order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def demo(
         str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Your own preference pairs. Default: 300 pairs of grade-school maths.")
+        str | None, typer.Option(help="Dataset of your own preference pairs. Default: 300 pairs about grade-school maths.")
     ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
     dtype: Annotated[str, typer.Option(help="Compute dtype, as for `reflogp score`.")] = "float32",
 ) -> None:
-    """Show a complete run: score real pairs, score them again at no cost, train DPO on the stored values, and plot them.
+    """Show a complete run: score real pairs, score them again at no cost, train with DPO on the stored values, and plot them.
 
-    The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, give --model and
+    The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, pass --model and
     --data.
     """
     try:
@@ -58,7 +58,7 @@ def demo(
         model = str(folder / "model")
         if not (folder / "model" / "model.safetensors").is_file():
             out.print(
-                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained briefly on the chosen answers",
+                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama model, trained briefly on the chosen answers",
                 markup=True,
             )
             _build(folder / "model", RowSource(data_file))
@@ -95,7 +95,9 @@ def demo(
         f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
         f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
-    out.print(f"   language models that ran while training: {len(ran)} (the policy), so {len(ran) - 1} reference models")
+    out.print(
+        f"   language models that ran during training: {len(ran)} (one is the policy, {len(ran) - 1} are reference models)"
+    )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     few = max(1, len(losses) // 5)
     first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
@@ -105,19 +107,20 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. The source of the values, and what the audit found: "
+        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit found: "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 
 
 def shipped_data() -> Path:
-    """Return the path of the example pairs, which are next to the package in an installed wheel, or in examples/data of a
-    checkout."""
+    """Return the path of the example pairs.
+
+    In an installed wheel, they are next to the package. In a checkout, they are in examples/data."""
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():
             return folder / _DATA_FILE
-    raise UsageError(f"the shipped example data ({_DATA_FILE}) is not installed; give --data")
+    raise UsageError(f"the example data ({_DATA_FILE}) is not installed; pass your own data with --data")
 
 
 def _build(folder: Path, source: Any) -> None:
@@ -136,7 +139,7 @@ def _build(folder: Path, source: Any) -> None:
             chosen = [{"role": "assistant", "content": chosen}]
         conversations.append(prompt + chosen)
     if not conversations:
-        raise UsageError(f"{source.name} has no usable preference pair, so no demo model can be built")
+        raise UsageError(f"{source.name} has no usable preference pairs to build a demo model from")
     with progress_bar("training steps") as bar:
         bar.begin(STEPS)
         parameters = build_model(folder, conversations, steps=STEPS, advance=bar.advance)
@@ -181,8 +184,9 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """A context manager that collects every language model whose forward pass begins in the block, with a hook on all
-    modules."""
+    """A context manager that collects every language model that starts a forward pass in the block.
+
+    It registers a forward pre-hook on all modules."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -220,7 +224,7 @@ def _plot(trainer: Any, file: Path) -> None:
         gain = [entry[f"rewards/{side}"] / beta for entry in history]
         right.plot([entry["step"] for entry in history], gain, label=side, color=colour)
     left.set(title=f"Reference log-probs, {len(rows)} pairs", xlabel="nats per token", ylabel="completions")
-    right.set(title="Policy against the stored reference", xlabel="step", ylabel="log-prob gained, nats per completion")
+    right.set(title="Policy compared with the stored reference", xlabel="step", ylabel="log-prob gain, nats per completion")
     right.axhline(0, color="grey", linewidth=0.8)
     left.legend()
     right.legend()

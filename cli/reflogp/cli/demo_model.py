@@ -1,7 +1,7 @@
 """Build a small reference model for the demo and for tests, without a network.
 
-The tokenizer is trained on the given texts. The model, a Llama of a few million parameters, is trained briefly so that its
-log-probs are not random.
+The tokenizer is trained on the given texts. The model is a Llama with a few million parameters. It is trained briefly, so that
+its log-probs are not random.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Number of training steps, enough for log-probs that are not random.
+#: Number of training steps. It is just large enough that the log-probs are not random.
 STEPS = 60
 #: Special tokens: padding, EOS, and the roles of the chat template below.
 _SPECIAL = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -21,7 +21,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> Any:
-    """Train a byte-level BPE tokenizer on some texts, with padding and EOS tokens and a chat template; return it."""
+    """Train a byte-level BPE tokenizer, with padding and EOS tokens and a chat template, and return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,15 +50,15 @@ def build_model(
     """Write a small model and its tokenizer into `folder`.
 
     Args:
-        folder: destination of config.json, model.safetensors and the tokenizer's files.
-        conversations: the texts on which the tokenizer and the model are trained.
-        steps: number of training steps of next-token prediction; 0 leaves the weights random.
+        folder: folder for config.json, model.safetensors and the tokenizer's files.
+        conversations: conversations to train the tokenizer and the model on.
+        steps: number of next-token prediction training steps; 0 leaves the weights random.
         batch: number of conversations per step.
-        seed: seed of the weights and batches.
-        advance: function that is called after each step, with 1 and the step's number of tokens.
+        seed: random seed for the weights and batches.
+        advance: called after each step with 1 and the number of tokens in the step.
 
     Returns:
-        Number of parameters.
+        The number of parameters.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

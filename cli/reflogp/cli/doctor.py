@@ -21,7 +21,7 @@ from reflogp.cli.console import EXIT_FAILED, out, print_json
 from reflogp.store import ReflogpError, Store, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.texts import visible
 
-#: Extras that users install, and the purpose of each.
+#: Extras that users can install, and what each one is for.
 _EXTRAS = {
     "service": "score, serve, join",
     "trainer": "train with TRL",
@@ -36,10 +36,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        what: name of the thing that was checked.
+        what: name of what was checked.
         state: "broken" if the user has to fix a problem; "note" for information that needs no action; otherwise "ok".
-        said: description of what was found.
-        help: the command or step that solves the problem; empty if there is no problem.
+        said: description of the result.
+        help: command or step that fixes the problem, or an empty string if there is nothing to fix.
     """
 
     what: str
@@ -50,7 +50,7 @@ class Finding:
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also check whether this model can be scored here.", metavar="MODEL")
+        str | None, typer.Option(help="Also check whether this model can be used for scoring on this machine.", metavar="MODEL")
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="Also check whether this store can be read and written.", metavar="URI")
@@ -59,10 +59,10 @@ def doctor(
     token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check an installation, and say what to do about missing parts.
+    """Check the installation, and say how to fix problems or install what is missing.
 
-    This command loads no model. It changes nothing, except that it writes a probe file into the store and removes the file. The
-    exit code is 1 if something is broken.
+    This command does not load a model. It changes nothing, except that it writes a probe file to the store and removes it
+    again. The exit code is 1 if something is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -100,13 +100,13 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return (missing packages of an extra, packages whose version is outside the extra's requirement)."""
+    """Return an extra's missing packages, and its packages whose installed version does not meet the requirement."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
         if requirement.marker.evaluate({"extra": ""}):
-            continue  # every installation has this requirement, also without the extra
+            continue  # every installation has this requirement, even without the extra
         try:
             if not requirement.specifier.contains(version(requirement.name), prereleases=True):
                 wrong[requirement.name] = requirement
@@ -122,7 +122,7 @@ def _vllm() -> Finding:
             "vllm",
             "broken",
             f"REFLOGP_VLLM_PYTHON={named} cannot be run",
-            "set the variable to the Python of an environment with vLLM",
+            "set the variable to the Python interpreter of an environment with vLLM",
         )
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
@@ -146,7 +146,7 @@ def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__}" + ("" if torch.version.cuda is None else f" for CUDA {torch.version.cuda}")
         advice = "" if torch.version.cuda is None else "check the driver: nvidia-smi"
-        yield Finding("device", "note", f"no GPU that {built} can use: scoring runs on the CPU, slowly", advice)
+        yield Finding("device", "note", f"{built} finds no usable GPU, so scoring runs on the CPU, which is slow", advice)
         return
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
@@ -159,14 +159,14 @@ def _devices() -> Iterator[Finding]:
     if find_spec("reflogp.service") is not None and not _unmet("service")[0]:
         from reflogp.scoring.torch_engine.attention import installed_kernels
 
-        yield Finding("attention", "ok", f"kernels, the fastest first: {', '.join(installed_kernels())}")
+        yield Finding("attention", "ok", f"kernels, fastest first: {', '.join(installed_kernels())}")
 
 
 def _model(model: str) -> Iterator[Finding]:
     try:
         checkpoint = read_checkpoint(resolve_model(model))
     except ReflogpError as error:
-        yield Finding("model", "broken", str(error), "give a folder with config.json and safetensors, or a hub id")
+        yield Finding("model", "broken", str(error), "pass a folder with config.json and safetensors, or a hub id")
         return
     size = sum(file.stat().st_size for file in checkpoint.weight_files)
     architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
@@ -176,13 +176,13 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding(
             "model",
             "note",
-            f"the weights are larger than the {room / 2**30:.0f} GiB that are free on the largest device",
+            f"the weights do not fit on any single device (the most free memory is {room / 2**30:.0f} GiB)",
             "reflogp score --engine vllm --tensor-parallel N",
         )
 
 
 def _largest_room() -> int | None:
-    """Return the free bytes of the device with the most free memory, or None if torch or the service extra is not installed."""
+    """Return the free memory, in bytes, of the device that has the most, or None without torch or the service extra."""
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch
@@ -206,7 +206,7 @@ def _store(uri: str) -> Iterator[Finding]:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
         return
     if not references:
-        yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` makes it a store")
+        yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` creates a store there")
         return
     names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
     yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
@@ -223,11 +223,13 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
         yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
         return
     if health.status_code != 200:
-        yield Finding("service", "broken", f"{url} answered {health.status_code}: is it a reflogp service?")
+        yield Finding("service", "broken", f"{url} returned status {health.status_code}; is it a reflogp service?")
     elif answer.status_code in (401, 403):
         said = f"{url} does not accept the token" if token else f"{url} requires a token"
-        yield Finding("service", "broken", said, "give --token, or set REFLOGP_TOKEN; `reflogp token` makes a token")
+        yield Finding("service", "broken", said, "pass --token, or set REFLOGP_TOKEN; `reflogp token` creates a token")
     elif answer.status_code != 200:
-        yield Finding("service", "broken", f"{url} answered {answer.status_code} to /v1/references", "see the service's log")
+        yield Finding(
+            "service", "broken", f"{url} returned status {answer.status_code} for /v1/references", "see the service's log"
+        )
     else:
-        yield Finding("service", "ok", f"{url} answers" + (", and accepts the token" if token else ", and requires no token"))
+        yield Finding("service", "ok", f"{url} responds" + (" and accepts the token" if token else " and requires no token"))

@@ -1,4 +1,4 @@
-"""Define the options of `reflogp score` that choose and configure the engine."""
+"""Options of `reflogp score` that choose and configure the engine."""
 
 from __future__ import annotations
 
@@ -15,43 +15,46 @@ _VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
 Engine = Annotated[
     EngineName,
     typer.Option(
-        help="Engine: torch; vllm, for models that need several GPUs; remote, a `vllm serve` that is already running."
+        help="Engine to use: torch; vllm, for models that need several GPUs; or remote, for a `vllm serve` that is already "
+        "running."
     ),
 ]
 StrictEngine = Annotated[
     bool,
-    typer.Option("--strict-engine", help="Fail if the store has values of another engine for this dataset."),
+    typer.Option("--strict-engine", help="Fail if any stored values of this dataset were computed by another engine."),
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, … Default: auto.")]
+Device = Annotated[str | None, typer.Option(help="Device to score on: auto, cpu, cuda, cuda:1, … Default: auto.")]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Spread the dataset over several devices of this machine, one process each: all, cuda:0,cuda:1, or cpu,cpu. With "
-        "--tensor-parallel N, each engine uses N of the GPUs.",
+        help="Spread the dataset over several devices of this machine, with one process per device: all, cuda:0,cuda:1, or "
+        "cpu,cpu. With --tensor-parallel N, each engine uses N of the GPUs.",
         metavar="all|NAME,…",
     ),
 ]
 TokenBudget = Annotated[
     str | None,
     typer.Option(
-        help="Number of tokens in one batch, which is halved when memory runs out, or auto. Default: auto.", metavar="N|auto"
+        help="Number of tokens in one batch, or auto. The number is halved when memory runs out. Default: auto.",
+        metavar="N|auto",
     ),
 ]
 VllmPython = Annotated[
     str | None,
     typer.Option(
-        help="Python of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or this command's Python.",
+        help="Python interpreter of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or the Python that "
+        "runs this command.",
         metavar="FILE",
         rich_help_panel=_VLLM,
     ),
 ]
 TensorParallel = Annotated[
-    int | None, typer.Option(min=1, help="Number of GPUs over which one model is spread. Default: 1.", rich_help_panel=_VLLM)
+    int | None, typer.Option(min=1, help="Number of GPUs to shard one model over. Default: 1.", rich_help_panel=_VLLM)
 ]
 VllmOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Another argument for vLLM, such as gpu_memory_utilization=0.8; repeatable.",
+        help="Additional argument for vLLM, such as gpu_memory_utilization=0.8; repeatable.",
         metavar="NAME=VALUE",
         rich_help_panel=_VLLM,
     ),
@@ -59,16 +62,19 @@ VllmOption = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, http://HOST:8000; the server's API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE
+        help="URL of the server, such as http://HOST:8000. The server's API key is read from VLLM_API_KEY.",
+        rich_help_panel=_REMOTE,
     ),
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option(help="The server's name for the model. Default: the only model that it serves.", rich_help_panel=_REMOTE),
+    typer.Option(
+        help="Name of the model on the server. Default: the server's model, if it has only one.", rich_help_panel=_REMOTE
+    ),
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, help="Maximum number of requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE),
+    typer.Option(min=1, help="Maximum number of concurrent requests to the server. Default: 64.", rich_help_panel=_REMOTE),
 ]
 Patience = Annotated[
     float | None,
@@ -77,7 +83,7 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="If MODEL holds no weights: the reference that the server computes, as an id in the store or a file of "
+        help="The reference that the server computes, if MODEL contains no weights: an id in the store, or a file written by "
         "`reflogp reference`. The reference's dtype is used. The server's values cannot be checked.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
@@ -87,7 +93,7 @@ TrustClaim = Annotated[
     bool,
     typer.Option(
         "--trust-claim",
-        help="Do not compare the server's values with those of MODEL's weights before they are stored.",
+        help="Store the server's values without first comparing some of them with values computed from MODEL's weights.",
         rich_help_panel=_REMOTE,
     ),
 ]
@@ -101,9 +107,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the chosen engine with the given options; A value of None means that the option was not given.
+    """Return the chosen engine with the given options. An option whose value is None was not given.
 
-    Raises UsageError for an option of another engine, and for an option that cannot be parsed.
+    Raises UsageError if an option belongs to another engine or cannot be parsed.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
@@ -112,7 +118,7 @@ def engine_choice(
         given = {option: value for option, value in options.items() if value is not None}
         foreign = given if owner != name else {}
         if name == "remote":
-            foreign.pop("device", None)  # allowed: the server's values are checked on this device
+            foreign.pop("device", None)  # allowed, because the server's values are checked on this device
         if foreign:
             raise UsageError(
                 f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, but the engine is {name}"
@@ -130,25 +136,27 @@ def engine_choice(
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference that --claim names: an id in the store, or a file of `reflogp reference`.
+    """Return the reference that --claim names: an id in the store, or a file written by `reflogp reference`.
 
-    Raises UsageError if `claim` is neither an id in the store nor such a file.
+    Raises UsageError if `claim` is neither.
     """
     file = Path(claim).expanduser()
     if not file.is_file():
         try:
             return store.table(claim).reference
         except ReflogpError as error:
-            raise UsageError(f"--claim {claim}: there is no such file of `reflogp reference`, and {error}") from error
+            raise UsageError(
+                f"--claim {claim}: there is no such file, and it is not the id of a stored reference either: {error}"
+            ) from error
     try:
         return Reference.from_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"--claim {claim}: not a file of `reflogp reference`: {error}") from error
+        raise UsageError(f"--claim {claim}: this file was not written by `reflogp reference`: {error}") from error
 
 
 def _token_budget(text: str) -> Any:
     if text == "auto":
         return text
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--token-budget {text}: use a whole number above 0, or auto")
+        raise UsageError(f"--token-budget {text}: use a positive whole number, or auto")
     return int(text)

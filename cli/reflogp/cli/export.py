@@ -1,4 +1,4 @@
-"""`reflogp export`: write joined values as the files that other training stacks read."""
+"""`reflogp export`: write joined values in the file formats that other training stacks read."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ from reflogp.store import UsageError
 
 Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
 
-#: The options that each stack needs; options of another stack are refused.
+#: Options that each stack requires. Options that belong to another stack are rejected.
 _NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
-#: Maximum number of rows without values in the summary, the same as in `reflogp join`.
+#: Maximum number of rows without values that the summary lists, as in `reflogp join`.
 _LISTED_ROWS = 100
 
 
 def export(
-    joined: Annotated[Path, typer.Argument(help="File that `reflogp join` or `reflogp jobs result` wrote.", metavar="JOINED")],
+    joined: Annotated[Path, typer.Argument(help="File written by `reflogp join` or `reflogp jobs result`.", metavar="JOINED")],
     stack: Annotated[Stack, typer.Option("--as", help="The training stack that will read the output.")],
     output: Annotated[
         Path,
         typer.Option(
             "--output",
             "-o",
-            help="Path of the output. open-instruct: the folder of its caches, $REFERENCE_LOGPROBS_CACHE_PATH; "
-            "megatron-bridge: the artifact's folder; fairseq2: a .jsonl file.",
+            help="Output path. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH; megatron-bridge: the artifact "
+            "folder; fairseq2: a .jsonl file.",
         ),
     ],
     cache_hash: Annotated[
         str | None,
         typer.Option(
             "--hash",
-            help="open-instruct: the hash that names this run's cache. open-instruct logs 'Reference logprobs cache path: "
-            "…/<hash>.pt'; with --cache_dataset_only, it stops soon after this line.",
+            help="open-instruct: the hash in the name of this run's cache file. open-instruct logs 'Reference logprobs cache "
+            "path: …/<hash>.pt'; with --cache_dataset_only, it stops soon after this line.",
         ),
     ] = None,
     loss_type: Annotated[
         LossType | None,
-        typer.Option(help="open-instruct: the run's --loss_type. dpo and wpo read sums, dpo_norm reads means over tokens."),
+        typer.Option(help="open-instruct: the run's --loss_type. dpo and wpo use sums; dpo_norm uses means over tokens."),
     ] = None,
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="megatron-bridge: JSON file with the object that the training run expects in scoring_metadata.json, the "
-            "result of its expected_scoring_metadata(config)."
+            help="megatron-bridge: JSON file with the object that the training run expects in scoring_metadata.json. This is "
+            "the return value of its expected_scoring_metadata(config)."
         ),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write joined pairs as files that open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
+    """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
-    A value belongs to exact tokens, but these stacks look values up by the row's number. So score and join rows of the
-    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset on which it
-    trains. Every row needs values: if some rows have none, nothing is written, the rows are named, and the exit code is 3.
+    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
+    rows of the token ids that the stack itself produces (prompt_ids, chosen_ids, rejected_ids), in the order of its training
+    dataset. Every row needs values. If some rows have none, this command lists them, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 
@@ -97,7 +97,7 @@ def export(
 def _check_options(stack: Stack, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name in _NEEDS[stack] and value is None:
-            raise UsageError(f"--as {stack} needs {name}; see `reflogp export --help`")
+            raise UsageError(f"--as {stack} requires {name}; see `reflogp export --help`")
         if name not in _NEEDS[stack] and value is not None:
             raise UsageError(f"{name} does not apply to --as {stack}")
 
@@ -110,8 +110,9 @@ def _write(
     loss_type: LossType | None,
     metadata: Path | None,
 ) -> list[Path]:
-    """Write a stack's files and return their paths. Call `_check_options` first, which requires the options that the stack
-    needs."""
+    """Write a stack's files and return their paths.
+
+    Call `_check_options` first, to make sure that the options that the stack requires were given."""
     match stack:
         case "open-instruct":
             assert cache_hash is not None and loss_type is not None

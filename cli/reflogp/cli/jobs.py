@@ -29,36 +29,38 @@ from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
 from reflogp.store.texts import visible
 
-#: Width in characters of a terminal with room for all columns of a job list.
+#: Minimum width, in characters, of a terminal that fits all columns of a job list.
 _WIDE = 120
-#: Width in characters of tables that are printed without a terminal, for which rich would assume 80.
+#: Width, in characters, of tables that are not printed to a terminal. Rich would assume 80.
 _ANY_WIDTH = 10_000
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, show, cancel and retry a service's jobs, and save their results. `reflogp submit` submits a job.
+    help="""List, show, cancel and retry a service's jobs, and save their results. To submit a job, use `reflogp submit`.
 
 Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch""",
 )
 
-Url = Annotated[str, typer.Argument(help="URL of the service, as `reflogp serve` prints it.", metavar="URL")]
-JobId = Annotated[str, typer.Argument(help="Id of the job, as `reflogp submit` and `reflogp jobs ls` print it.", metavar="ID")]
+Url = Annotated[str, typer.Argument(help="URL of the service, as printed by `reflogp serve`.", metavar="URL")]
+JobId = Annotated[
+    str, typer.Argument(help="Id of the job, as printed by `reflogp submit` and `reflogp jobs ls`.", metavar="ID")
+]
 Token = Annotated[
     str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
 ]
-Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it is done, failed or cancelled.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it has completed, failed or been cancelled.")]
 
 
 @app.command("ls")
 def ls(
     url: Url,
-    state: Annotated[str | None, typer.Option(help=f"Only jobs in this state: {', '.join(get_args(JobState))}.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs.")] = 20,
-    before: Annotated[str | None, typer.Option(help="Only jobs older than the job with this id.", metavar="ID")] = None,
+    state: Annotated[str | None, typer.Option(help=f"List only jobs in this state: {', '.join(get_args(JobState))}.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs to list.")] = 20,
+    before: Annotated[str | None, typer.Option(help="List only jobs older than the job with this id.", metavar="ID")] = None,
     token: Token = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """List jobs, the newest first.
+    """List jobs, newest first.
 
     Example: reflogp jobs ls http://127.0.0.1:8311 --state running
     """
@@ -73,14 +75,14 @@ def ls(
         _print(_listed(page.jobs, narrow=out.is_terminal and out.width < _WIDE))
     out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
     if page.next_before:
-        out.print(f"older jobs: --before {page.next_before}")
+        out.print(f"to list older jobs: --before {page.next_before}")
 
 
 @app.command("show")
 def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Show one job; with --watch, follow the job to its end.
+    """Show one job. With --watch, follow the job until it ends.
 
-    With --watch the exit code is 1 if the job failed or was cancelled, and 3 if some rows have no values.
+    With --watch, the exit code is 1 if the job failed or was cancelled, and 3 if some rows have no values.
 
     Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch
     """
@@ -96,7 +98,7 @@ def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_jso
 
 @app.command("cancel")
 def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Cancel a job. Values that the job has scored stay in the store, so a retry continues from them.
+    """Cancel a job. Values that were already computed stay in the store, so a retry continues from there.
 
     Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -108,7 +110,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
 
 @app.command("retry")
 def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Queue a failed or cancelled job again. The job scores only the sequences that the store still lacks.
+    """Queue a failed or cancelled job again. The job scores only the sequences that are not in the store yet.
 
     Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -124,7 +126,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a done job's values: for each row of the dataset its keys and reference log-probs, or the reason why it has none.
+    """Save a completed job's values: each dataset row's keys and reference log-probs, or the reason why it has none.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -134,15 +136,15 @@ def result(
 
 def save_result(client: Client, job: str, output: Path) -> None:
     client.result(job, output)
-    err.print(f"values saved in {output}")
+    err.print(f"values saved to {output}")
 
 
 def watched(client: Client, job: str) -> Job:
-    """Follow a job to its end, with a progress bar on stderr.
+    """Follow a job until it ends, with a progress bar on stderr.
 
-    If stderr is not a terminal, print the job's states, and its counts every 30 seconds.
+    If stderr is not a terminal, print each change of state, and the job's counts every 30 seconds.
 
-    All numbers come from the service, because a watch may begin or resume in the middle of a job.
+    All numbers come from the service, because watching may start or resume in the middle of a job.
     """
     columns = (
         SpinnerColumn(),
@@ -187,7 +189,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return the complete command line of a subcommand for a job."""
+    """Return the complete command line that runs a `reflogp jobs` subcommand for a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 
@@ -215,7 +217,7 @@ def _outcome(job: Job) -> list[str]:
 
 
 def exit_code(job: Job) -> int:
-    """Return 1 for a failed or cancelled job, 3 for a done job with rows that have no values, otherwise 0."""
+    """Return 1 for a failed or cancelled job, 3 for a completed job in which some rows have no values, otherwise 0."""
     if job.state in ("failed", "cancelled"):
         return EXIT_FAILED
     bad_rows = job.progress.bad_rows if job.summary is None else job.summary.get("bad_rows")
@@ -253,10 +255,10 @@ def _describe(job: Job) -> None:
 def _listed(jobs: list[Job], narrow: bool) -> Table:
     """Return a table with one row per job.
 
-    If the terminal is narrow, the submitter and the title are left out, and long texts are folded. No text is cut off.
+    If the terminal is narrow, omit the submitter and the title, and wrap long text. No text is cut off.
     """
     table = Table(box=None, pad_edge=False)
-    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # widths for "123,456 of" and "2026-01-01"
+    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # the last two fit "123,456 of" and "2026-01-01"
     for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
         table.add_column(
             name,
@@ -274,7 +276,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table as wide as the terminal. If stdout is not a terminal, print one line per row, however wide."""
+    """Print a table as wide as the terminal. If stdout is not a terminal, print each row on one line, however long."""
     if out.is_terminal:
         out.print(table)
         return

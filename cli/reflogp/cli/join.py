@@ -1,4 +1,4 @@
-"""`reflogp join`: write a dataset's rows with reference log-prob columns."""
+"""`reflogp join`: write a dataset's rows with added columns for reference log-probs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def join(
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
     ld_alpha: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Weight in LD-DPO of tokens beyond the length of the pair's shorter completion."),
+        typer.Option(min=0.0, max=1.0, help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion."),
     ] = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps) as Parquet.
+    """Write a dataset's rows as Parquet, with the added columns ref_chosen_logps and ref_rejected_logps (KTO: ref_logps).
 
-    This command loads no model: tokens come from the model folder's tokenizer, and values from the store. Rows without values
-    are named and left out; the exit code is then 3.
+    This command does not load the model: it uses the tokenizer in the model's folder and the values in the store. Rows without
+    values are reported and skipped, and the exit code is then 3.
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
@@ -43,7 +43,7 @@ def join(
     print_left_out(summary, at)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
-        err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
+        err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were skipped: {named}", style="yellow")
         err.print(f"score them: {arguments.command()}", markup=False)
     if as_json:
         print_json(summary.as_dict())

@@ -1,4 +1,4 @@
-"""Assemble the command's subcommands, and turn each error into one sentence and an exit code."""
+"""Assemble the subcommands, and turn each error into a one-sentence message and an exit code."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from reflogp.scoring.machine import growing_segments
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.texts import LineFormatter, visible
 
-#: HTTP statuses of a service that mean bad usage: the request is malformed, or names something that does not exist.
+#: HTTP statuses that mean bad usage: the request is malformed, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
-_INTERRUPTED = "interrupted; committed values are kept: run the same command again to continue"
+_INTERRUPTED = "interrupted; committed values are kept; run the same command again to continue"
 
 app = typer.Typer(
     name="reflogp",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="""Score preference data with a frozen reference model once, keep the log-probs, and join them into any trainer.
+    help="""Score preference data once with a frozen reference model, store the log-probs, and use them in any trainer.
 
 A first run:
 
@@ -45,8 +45,8 @@ A first run:
 
     reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
 
-then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on example data;
-[bold]reflogp doctor[/bold] says what an installation lacks.
+Then pass the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole process on example data;
+[bold]reflogp doctor[/bold] checks the installation and says what is missing.
 
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values, 130 interrupted.""",
 )
@@ -81,12 +81,12 @@ app.add_typer(store.app, name="store")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning as one line, without its location in the code."""
+    """Print a warning on one line, without its location in the code."""
     err.print(f"reflogp: warning: {message}", style="yellow")
 
 
 def _run() -> tuple[int, str | None]:
-    """Run the command line, and print its error if there is one.
+    """Run the command line, and print the error if it fails.
 
     Usage errors are printed in typer's format, with control characters in quoted text escaped.
 
@@ -103,7 +103,7 @@ def _run() -> tuple[int, str | None]:
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
         if isinstance(error, NotAllowedError):
-            err.print("give a token with --token, or in REFLOGP_TOKEN")
+            err.print("pass a token with --token, or set REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except Exception as error:
@@ -122,10 +122,10 @@ def _run() -> tuple[int, str | None]:
 
 def main() -> None:
     """Run the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
-    os.environ.update(growing_segments(os.environ))  # set before a subcommand imports torch
+    os.environ.update(growing_segments(os.environ))  # must be set before a subcommand imports torch
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
-        logging.lastResort.setFormatter(LineFormatter())  # log messages of libraries may quote untrusted data too
+        logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may also contain untrusted data
     try:
         code, problem = _run()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Define the options that several subcommands share, so that an option has the same meaning and text in every subcommand."""
+"""Options shared by several subcommands, so that an option has the same meaning and help text everywhere."""
 
 from __future__ import annotations
 
@@ -19,77 +19,78 @@ Model = Annotated[str, typer.Argument(help="Reference model: a folder with confi
 Data = Annotated[
     str,
     typer.Argument(
-        help="Dataset: JSON lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files "
-        "or from datasets.save_to_disk, a hub name, or one file of the Hub: hf://datasets/ORGANISATION/NAME/FILE."
+        help="Dataset: a JSON lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files, a folder written "
+        "by datasets.save_to_disk, a hub name, or a single file on the Hub: hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
 Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]
-Split = Annotated[str, typer.Option(help="Split of a hub dataset or a saved DatasetDict.")]
+Split = Annotated[str, typer.Option(help="Split to read from a hub dataset or a saved DatasetDict.")]
 _DTYPES = (
-    "bfloat16, float32, float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (bf16=True, "
-    "fp16=True); checkpoint for the dtype in config.json"
+    "bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (bf16=True, "
+    "fp16=True); or checkpoint for the dtype in config.json"
 )
 Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. Part of the reference id.")]
 StoreDtype = Annotated[
     str,
     typer.Option(
-        help=f"Compute dtype: {_DTYPES}. Part of the reference id. auto: the dtype in which the store holds the model; if "
-        "the store lacks the model, bfloat16, or float32 without a GPU."
+        help=f"Compute dtype: {_DTYPES}. Part of the reference id. auto: the dtype of the model's values in the store; if "
+        "there are none, bfloat16, or float32 without a GPU."
     ),
 ]
 LmHeadDtype = Annotated[
     str | None,
-    typer.Option(
-        help="Dtype of the logits: float32, or by default the dtype in which the model computes. Part of the reference id."
-    ),
+    typer.Option(help="Dtype of the logits: float32, or by default the model's compute dtype. Part of the reference id."),
 ]
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Maximum number of tokens of prompt and completion, as in the trainer's config. Default: no maximum."
+        min=1,
+        help="Maximum number of tokens in the prompt and completion together, as in the trainer's config. Default: no maximum.",
     ),
 ]
 TruncationMode = Annotated[
     str,
     typer.Option(
-        help="Part that is kept of a sequence above --max-length: keep_start, or keep_end (one scoring run per max_length)."
+        help="Which part of a sequence longer than --max-length to keep: keep_start, or keep_end (needs one scoring run per "
+        "max_length)."
     ),
 ]
 Form = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help="Format of the rows: preference, kto or tokens. Default: by the columns. kto makes two KTO rows of a pair.",
+        help="Format of the rows: preference, kto or tokens. Default: detected from the columns. With kto, each pair becomes "
+        "two KTO rows.",
     ),
 ]
-SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Snapshot number. Default: the latest.")]
-Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
+SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Number of the snapshot to read. Default: the latest.")]
+Revision = Annotated[str | None, typer.Option(help="Revision of the model on the Hub.")]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        help="Tokenizer of the trainer, if it differs from the model's: a folder or a hub id. Give the same tokenizer to "
-        "score, join and report.",
+        help="The trainer's tokenizer, if it differs from the model's: a folder or a hub id. Use the same tokenizer for score, "
+        "join and report.",
         metavar="PATH",
     ),
 ]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
-        help="Jinja file with the trainer's chat template, if it differs from the tokenizer's template. Give the same file "
-        "to score, join and report.",
+        help="Jinja file with the trainer's chat template, if it differs from the tokenizer's. Use the same file for score, "
+        "join and report.",
         metavar="FILE",
     ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modelling code that comes with the checkpoint. Off by default.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the summary, or the error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary, or the error, as one JSON object on the last line.")]
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
-    """Return a command for Typer that has the options of `_score_arguments` in place of its first parameter.
+    """Return a Typer command whose first parameter is replaced with the options of `_score_arguments`.
 
-    The required options come first in `--help`, then the shared options, then the command's own options.
+    In `--help`, required options come first, then the shared options, then the command's own options.
     """
     shared = inspect.signature(_score_arguments, eval_str=True).parameters
     _, *own = inspect.signature(command, eval_str=True).parameters.values()

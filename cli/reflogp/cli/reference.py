@@ -19,10 +19,10 @@ def reference(
     lm_head_dtype: options.LmHeadDtype = None,
     revision: options.Revision = None,
 ) -> None:
-    """Print how a store identifies a reference model, as JSON: its id, and the content and numerics that determine the id.
+    """Print how a store identifies a reference model: its id, and the content and numerics that determine the id, as JSON.
 
-    This command hashes the weights and loads no model. If a server's weights are on another machine, run this command there and
-    save its output. Then `reflogp score --engine remote --claim FILE` stores values under the right id.
+    This command hashes the weights, but does not load the model. If the weights of a server are on another machine, run this
+    command there and save its output. `reflogp score --engine remote --claim FILE` then stores values under the correct id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """
@@ -33,9 +33,9 @@ def reference(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return (local folder, reference) of a model in a store. If no dtype was given, print the reason for the chosen dtype.
+    """Return a model's local folder and its reference. If no dtype was given, print why the dtype was chosen.
 
-    The weights are hashed under a progress bar unless their digests are cached. See `choose_reference` for `otherwise` and the
+    Unless their digests are cached, the weights are hashed, with a progress bar. See `choose_reference` for `otherwise` and the
     errors.
     """
     folder = resolve_model(arguments.model, arguments.revision)

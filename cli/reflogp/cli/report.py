@@ -1,4 +1,4 @@
-"""`reflogp report`: describe a scored dataset in an HTML page."""
+"""`reflogp report`: write an HTML report about a scored dataset."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from reflogp.store.commands import ScoreArguments
 def report(
     arguments: ScoreArguments,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Folder to write: a new folder, or the folder of an earlier report.")
+        str, typer.Option("--output", "-o", help="Folder to write to: a new folder, or the folder of an earlier report.")
     ],
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a report on whether a scored dataset is fit for training with this reference: an HTML page, and its charts as PNG.
+    """Write an HTML report, with PNG charts, on whether a scored dataset is suitable for training with this reference.
 
     The page shows log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob,
-    how much each max_length would cut, and which rows have no values. This command loads no model: tokens come from the model
-    folder's tokenizer, and values from the store. The exit code is 3 if some rows have no values.
+    how much each max_length would truncate, and which rows have no values. This command does not load the model: it uses the
+    tokenizer in the model's folder and the values in the store. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

@@ -1,4 +1,4 @@
-"""`reflogp score`: score the sequences of a dataset that a store lacks."""
+"""`reflogp score`: score a dataset's sequences that are not in the store yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command, whose option --ray may omit its address, even if the next argument is the model."""
+    """The `score` command. Its --ray option may be given without an address, even if the next argument is the model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -45,13 +45,13 @@ def score(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Score on a Ray cluster, with one worker for each GPU, or on CPUs if there is no GPU. ADDRESS: auto, "
+            help="Score on a Ray cluster, with one worker per GPU, or on CPUs if the cluster has no GPU. ADDRESS: auto, "
             "HOST:PORT or ray://HOST:PORT; default: $RAY_ADDRESS, or a cluster on this machine.",
             metavar="[ADDRESS]",
         ),
     ] = None,
     ray_workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of workers on Ray. Default: as many as the cluster has room for.")
+        int | None, typer.Option(min=1, help="Number of workers on Ray. Default: as many as the cluster has resources for.")
     ] = None,
     vllm_python: engine_options.VllmPython = None,
     tensor_parallel: engine_options.TensorParallel = None,
@@ -63,14 +63,15 @@ def score(
     claim: engine_options.Claim = None,
     trust_claim: engine_options.TrustClaim = False,
     commit_sequences: Annotated[
-        int, typer.Option(min=1, help="Commit after this many sequences, and at least every 30 seconds.")
+        int, typer.Option(min=1, help="Commit after this many sequences, but at least every 30 seconds.")
     ] = 4096,
     as_json: options.AsJson = False,
 ) -> None:
     """Score a dataset's sequences with a reference model and store the log-probs.
 
-    Only sequences that the store lacks are scored: a second run scores nothing, an interrupted run continues where it stopped,
-    and rows with the same sequence share its values. A row that cannot be used is named and left out; the exit code is then 3.
+    Only sequences that are not in the store yet are scored: a second run scores nothing, an interrupted run continues where it
+    stopped, and rows with the same sequence share its values. Rows that cannot be used are reported and skipped, and the exit
+    code is then 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 
@@ -100,7 +101,8 @@ def score(
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
         raise UsageError(
-            "--engine remote needs no --ray: the server computes, and --concurrency limits the requests sent at the same time"
+            "--engine remote cannot be combined with --ray, because the server computes the values; use --concurrency to limit "
+            "concurrent requests"
         )
     opened = Store(arguments.store)
     rows = open_rows(arguments)
@@ -136,29 +138,29 @@ def score(
             strict_engine=engine if strict_engine else None,
         )
     _print(summary, as_json)
-    rows.check_unchanged()  # the scored values are kept, but the dataset may have changed since it was read
+    rows.check_unchanged()  # raises an error if the dataset has changed since it was read; the stored values are kept
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
 
 def _require_weights(model: str, revision: str | None) -> None:
-    """Raise UsageError, which names the option that helps, if the model's weights are not on this machine."""
+    """Raise UsageError if the model's weights are not on this machine. The message suggests --claim."""
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
-        raise UsageError(f"{error}; if the weights are on another machine, name their reference with --claim") from error
+        raise UsageError(f"{error}; if the weights are on another machine, give their reference with --claim") from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
-    """Raise UsageError if a dtype on the command line differs from that of the claimed reference."""
+    """Raise UsageError if a dtype on the command line differs from the claimed reference's dtype."""
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":
-            raise UsageError(f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out")
+            raise UsageError(f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; omit the option")
 
 
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """Make the scorer: an engine in this process, or several engines, each in its own process on one or more devices."""
+    """Create the scorer: one engine in this process, or several engines, each in its own process on one or more devices."""
     if devices is None:
         from reflogp.scoring.runs.local import LocalScorer
 
@@ -176,7 +178,10 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """Connect to a Ray cluster during the block; yield the engine choice with the device of the cluster's workers."""
+    """While the block runs, stay connected to a Ray cluster.
+
+    Yield the engine choice with the device of the cluster's workers.
+    """
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers
     except ImportError as error:
@@ -188,7 +193,7 @@ def _cluster(choice: Any, address: str) -> Iterator[Any]:
 def _scorer_on_ray(
     choice: Any, model: str, revision: str | None, reference: Reference, commit_sequences: int, workers: int | None
 ) -> Any:
-    """Make a scorer whose workers run on the cluster to which this process is connected."""
+    """Create a scorer whose workers run on the cluster that this process is connected to."""
     from reflogp.scoring.on_ray.workers import ClusterWorkers
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 

@@ -1,4 +1,4 @@
-"""Open datasets and their stored values, as the options of `reflogp score`, `join` and `report` request them."""
+"""Open datasets and their stored values, according to the options of `reflogp score`, `join` and `report`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_rows(arguments: ScoreArguments) -> RowSource:
-    """Open the dataset. Raises UsageError if the dataset cannot be opened, or its format is unknown."""
+    """Open the dataset. Raises UsageError if the dataset cannot be opened or its format is unknown."""
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.shape import FORMATS
 
@@ -27,7 +27,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the dataset as token ids, made by the chosen tokenizer or by the tokenizer of `folder`, the model's folder."""
+    """Return the dataset as token ids, from the chosen tokenizer or from the tokenizer in the model's folder (`folder`)."""
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -41,15 +41,16 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Return a dataset, and the snapshot that has its values, without loading a model.
+    """Return a dataset and the snapshot that contains its values, without loading the model.
 
     Args:
-        arguments: the arguments with which the dataset was scored.
+        arguments: the arguments that the dataset was scored with.
         number: number of the snapshot, or None for the latest.
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: nothing was scored yet; the error has the complete command.
+        StoreNotFoundError, ReferenceNotFoundError: nothing has been scored yet. The error contains the complete command for
+            scoring the dataset.
         StoreError: the snapshot cannot be read.
     """
     rows = open_rows(arguments)
@@ -61,7 +62,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
 
 def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops, and how to repair a damaged store if values are missing."""
+    """Print how many rows TRL drops and, if values are missing because the store is damaged, how to repair it."""
     print_dropped(summary.dropped_rows)
     if summary.missing and snapshot.damaged:
-        err.print(f"first repair the store: {snapshot.repair_command()}")
+        err.print(f"repair the store first: {snapshot.repair_command()}")

@@ -1,4 +1,4 @@
-"""`reflogp serve` and `reflogp token`: start a service, and make tokens for it."""
+"""`reflogp serve` and `reflogp token`: start a service, and create tokens for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ def serve(
     store: Annotated[str | None, typer.Option("--store", help=f"The store: {PLACES}.", metavar="URI")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A reference model, and its name on the service; repeatable.", metavar="NAME=PATH"),
+        typer.Option("--model", help="A reference model and its name on the service; repeatable.", metavar="NAME=PATH"),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype of the models that --model names. Default: bfloat16.", metavar="DTYPE")
+        str | None, typer.Option(help="Compute dtype of the models given with --model. Default: bfloat16.", metavar="DTYPE")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             "--devices",
             "--device",
-            help="Devices, each with its own worker: all, auto, or for example cuda:0,cuda:1; repeatable. Default: all.",
+            help="Devices to use, each with its own worker: all, auto, or a list such as cuda:0,cuda:1; repeatable. Default: "
+            "all.",
             metavar="all|NAME,…",
         ),
     ] = None,
     pin: Annotated[
-        str | None, typer.Option(help="Name of a model that is loaded at the start and kept in memory.", metavar="NAME")
+        str | None, typer.Option(help="Name of a model that is loaded at startup and kept in memory.", metavar="NAME")
     ] = None,
     state: Annotated[
         str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
@@ -39,12 +40,12 @@ def serve(
         str | None, typer.Option("--config", help="TOML file with settings; flags take precedence.", metavar="FILE")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free port. Default: 8311.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:
     """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
 
-    Unfinished jobs continue when the service is started again. Without tokens, the service listens on loopback only. `reflogp
-    token NAME` makes a token for the settings file. For TLS, run a proxy in front of the service.
+    Unfinished jobs continue when the service is restarted. Without tokens, the service listens only on loopback. `reflogp token
+    NAME` creates a token for the settings file. For TLS, run a proxy in front of the service.
 
     Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """
@@ -57,26 +58,30 @@ def serve(
     for entry in model or []:
         name, equals, path = entry.partition("=")
         if not equals or not name or not path:
-            raise UsageError(f"--model {entry}: give NAME=PATH")
+            raise UsageError(f"--model {entry}: use the form NAME=PATH")
         references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
     if dtype and not references:
-        raise UsageError("--dtype needs --model; in the settings file each reference has its own dtype")
+        raise UsageError("--dtype requires --model; in the settings file, each reference has its own dtype")
     flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
     devices = [name.strip() for entry in device or [] for name in entry.split(",")]
     settings = read_settings(config, references=references or None, devices=devices or None, **flags)
     if not settings.tokens:
         err.print(
-            "no tokens are set: everybody on this machine may read and score; the service listens on loopback only",
+            "no tokens are set, so everyone on this machine may read and score; the service listens only on loopback",
             style="yellow",
         )
     run(settings)
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Name of the token's user, which appears in logs.")],
-    scope: Annotated[list[str] | None, typer.Option(help="read, score or admin; repeatable. Default: read, score.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the token's user, for logs.")],
+    scope: Annotated[
+        list[str] | None, typer.Option(help="Scope of the token: read, score or admin; repeatable. Default: read, score.")
+    ] = None,
 ) -> None:
-    """Make a bearer token. The token is printed once, with lines for the settings file, which hold only the token's digest."""
+    """Create a bearer token.
+
+    The token is printed only once, followed by lines for the settings file, which contain only the token's digest."""
     try:
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES
@@ -86,9 +91,9 @@ def token(
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")
     secret, digest = new_token()
-    err.print("the token, which is not shown again:")
+    err.print("the token (it will not be shown again):")
     out.print(secret)
-    err.print("for the settings file:")
+    err.print("lines for the settings file:")
     quoted = ", ".join(f'"{entry}"' for entry in scopes)
     for line in ("[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = [{quoted}]"):
         err.print(line)

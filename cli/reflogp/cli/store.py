@@ -1,4 +1,4 @@
-"""`reflogp store`: inspect a store, check, repair and compact it, and share it."""
+"""`reflogp store`: inspect, verify, repair, compact and share a store."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ app = typer.Typer(no_args_is_help=True, help="Inspect, verify, repair, compact a
 Uri = Annotated[str, typer.Argument(help=f"Store: {PLACES}.", metavar="URI")]
 ReferenceId = Annotated[
     str | None,
-    typer.Option("--reference", help="Id of one reference, or the beginning of its id. Default: all references.", metavar="ID"),
+    typer.Option(
+        "--reference", help="Id of one reference, or the first characters of its id. Default: all references.", metavar="ID"
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the result, or the error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
 
 
 @app.command("ls")
 def ls(uri: Uri, as_json: AsJson = False) -> None:
-    """List the reference models of a store: id, name, dtype, latest snapshot, number of sequences and shards, size."""
+    """List a store's reference models: id, name, dtype, latest snapshot, number of sequences and shards, and size."""
     store = Store(uri)
     tables = _Tables(store, None)
     found = tables.each(_described)
     if as_json:
         print_json({"store": store.uri, "references": found, "failed": tables.failed})
     elif not tables.references:
-        out.print(f"{store.uri} holds no reference yet")
+        out.print(f"{store.uri} contains no references yet")
     else:
         for entry in found:
             out.print(
@@ -77,15 +79,16 @@ def verify_(
     mend: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Drop damaged shards and repair the log. No other process should write at the same time."
+            "--repair",
+            help="Drop damaged shards and repair the log. No other process should write to the store at the same time.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every log entry and every page of every shard, check checksums and rows, and name damaged files.
+    """Read every log entry and every page of every shard, verify checksums and rows, and list damaged files.
 
-    The exit code is 1 if there is damage and --repair is not given. --repair removes only damaged shards from the table, and
-    the next `reflogp score` scores their rows again.
+    The exit code is 1 if there is damage and --repair was not given. --repair removes only damaged shards from the table; the
+    next `reflogp score` scores their rows again.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -119,11 +122,10 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into large shards that are sorted by key and hold each key once. Other processes may read and write
-    meanwhile.
+    """Merge shards into large shards that are sorted by key and contain each key once.
 
-    Scoring merges its small shards by itself; this command compacts the whole table. The replaced shards stay until `reflogp
-    store vacuum` deletes them.
+    Other processes may read and write at the same time. Scoring merges small shards automatically; this command compacts the
+    whole table. The replaced shards remain until `reflogp store vacuum` deletes them.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -133,7 +135,7 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
             done = compact(table, progress=bar.hashed)
         result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
         if not done.won:
-            result = "another process compacted the same shards first"
+            result = "another process has already compacted the same shards"
         if not as_json:
             out.print(f"{table.reference.reference_id}: {result}")
         return {"reference_id": table.reference.reference_id, **asdict(done)}
@@ -149,17 +151,20 @@ def vacuum_(
     uri: Uri,
     reference: ReferenceId = None,
     retention_hours: Annotated[
-        int, typer.Option(min=0, help="Keep files younger than this many hours: readers of older snapshots may need them.")
+        int,
+        typer.Option(
+            min=0, help="Keep files that are newer than this many hours, because readers of older snapshots may need them."
+        ),
     ] = RETENTION_HOURS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; report what would be deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, but delete nothing.")] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Allow a retention of 0, because no other process uses the store.")
+        bool, typer.Option("--alone", help="Allow a retention of 0. Use this only if no other process uses the store.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete shards that compaction replaced and files that crashed writers left, once they are older than the retention.
+    """Delete shards replaced by compaction, and files left behind by crashed writers, after the retention period.
 
-    Snapshots that need a deleted shard can no longer be read; reading one raises an error that says so.
+    Snapshots that need a deleted shard can no longer be read. Trying to read one raises an error that explains this.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -179,12 +184,14 @@ def vacuum_(
 @app.command("export")
 def export(
     uri: Uri,
-    folder: Annotated[str, typer.Argument(help="New folder to write.", metavar="FOLDER")],
+    folder: Annotated[str, typer.Argument(help="New folder to write to.", metavar="FOLDER")],
     reference: ReferenceId = None,
-    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to read. Default: the latest.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one reference's log-probs as plain Parquet with a README, for sharing; `datasets.load_dataset(FOLDER)` reads it.
+    """Export one reference's log-probs for sharing, as plain Parquet with a README.
+
+    Load it with `datasets.load_dataset(FOLDER)`.
 
     Example: reflogp store export ./logps ./logps-to-share
     """
@@ -200,10 +207,10 @@ def export(
 @app.command("import")
 def import_(
     uri: Uri,
-    folder: Annotated[str, typer.Argument(help="Folder that `reflogp store export` wrote.", metavar="FOLDER")],
+    folder: Annotated[str, typer.Argument(help="Folder written by `reflogp store export`.", metavar="FOLDER")],
     as_json: AsJson = False,
 ) -> None:
-    """Import an export into a store. Every row is checked first; a key that the store already has keeps its value."""
+    """Import an export into a store. Every row is checked first. Values already in the store are not replaced."""
     store = Store(uri)
     with progress_bar("importing") as bar:
         done = import_folder(store, folder, bar.hashed)
@@ -217,16 +224,19 @@ def push(
         str, typer.Argument(help="Dataset repository: hf://datasets/ORGANISATION/NAME.", metavar="REPOSITORY")
     ],
     reference: ReferenceId = None,
-    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public. Default: private.")] = False,
+    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to read. Default: the latest.")] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="If the repository is new, make it public. Default: private.")
+    ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Push even if the repository is damaged or has rows that the snapshot lacks.")
+        bool,
+        typer.Option("--replace", help="Push even if the repository is damaged or has rows that the snapshot does not have."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one reference's log-probs to a dataset repository of the Hugging Face Hub, as plain Parquet with a card.
+    """Push one reference's log-probs to a dataset repository on the Hugging Face Hub, as plain Parquet with a dataset card.
 
-    If a push is interrupted, run it again: uploaded files are not uploaded again.
+    If a push is interrupted, run it again. Files that were already uploaded are not uploaded again.
 
     Example: reflogp store push ./logps hf://datasets/team/sft-logps
     """
@@ -239,7 +249,7 @@ def push(
     elif done.changed:
         out.print(f"{done.rows:,} sequences in {done.files} files pushed to {repository}, commit {done.commit}")
     else:
-        out.print(f"{repository} has these {done.rows:,} sequences already, in commit {done.commit}")
+        out.print(f"{repository} already has these {done.rows:,} sequences, in commit {done.commit}")
 
 
 @app.command("pull")
@@ -250,10 +260,10 @@ def pull_(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Add the log-probs of a dataset repository of the Hugging Face Hub to a store.
+    """Add the log-probs in a dataset repository on the Hugging Face Hub to a store.
 
-    Digests and rows are checked first; a key that the store already has keeps its value. If a pull is interrupted, run it
-    again: downloaded files are not downloaded again.
+    Digests and rows are checked first. Values already in the store are not replaced. If a pull is interrupted, run it again.
+    Files that were already downloaded are not downloaded again.
 
     Example: reflogp store pull ./logps hf://datasets/team/sft-logps
     """
@@ -275,12 +285,12 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references, or of the reference whose id starts with `reference`.
+    """The tables of all references, or of the one reference whose id starts with `reference`.
 
-    A table with an error is reported and skipped.
+    Tables with errors are reported and skipped.
 
     Attributes:
-        failed: reference id -> error of a table that was skipped.
+        failed: reference id -> error message, for each table that was skipped.
     """
 
     def __init__(self, store: Store, reference: str | None) -> None:
@@ -291,23 +301,23 @@ class _Tables:
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
             raise UsageError(
-                f"--reference {reference} names {len(self.references)} references of {store.uri}; the store has: {there}"
+                f"--reference {reference} matches {len(self.references)} references in {store.uri}; the store has: {there}"
             )
 
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError for several references; the message names `holder`, which can hold only one reference."""
+        Raises UsageError unless there is exactly one reference. The message names `holder`, which can contain only one."""
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
-            raise UsageError(f"{holder} holds only one reference; name it with --reference: {names}")
+            raise UsageError(f"{holder} can contain only one reference; choose one with --reference: {names}")
         return self._store.table(self.references[0].reference_id)
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
-        """Return the results of `work` for every table.
+        """Call `work` for every table and return the results.
 
-        With several tables, an error is printed as one sentence, and the work continues with the next table. With one table,
-        the error is raised.
+        If there are several tables, print an error as one sentence and continue with the next table. If there is only one,
+        raise the error.
         """
         done = []
         for reference in self.references:

@@ -25,9 +25,9 @@ def submit(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a hub name "
+            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet or Arrow; may be .gz); a hub name "
             "(ORGANISATION/NAME) or a URI, which the service fetches if its settings allow it (https://, s3://, "
-            "hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); with --on-service, a path on the "
+            "hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); or, with --on-service, a path on the "
             "service's machine.",
             metavar="DATA",
         ),
@@ -35,43 +35,54 @@ def submit(
     reference: Annotated[str, typer.Option("--reference", help="Reference model: its name on the service, or its id.")],
     watch: jobs.Watch = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Wait for the job, and save its values as Parquet.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Wait for the job to end, and save its values to this Parquet file.", metavar="FILE"
+        ),
     ] = None,
     on_service: Annotated[
         bool, typer.Option("--on-service", help="DATA is a file or folder on the service's machine.")
     ] = False,
     form: Annotated[
-        Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: detected from the columns.")
+        Literal["preference", "kto", "tokens"] | None,
+        typer.Option("--format", help="Format of the rows. Default: detected from the columns."),
     ] = None,
     max_length: options.MaxLength = None,
     truncation_mode: Annotated[
-        TruncationMode, typer.Option(help="Part that is kept of a sequence above --max-length.")
+        TruncationMode, typer.Option(help="Which part of a sequence longer than --max-length to keep.")
     ] = "keep_start",
     ld_alpha: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Weight in LD-DPO of tokens beyond the length of the pair's shorter completion."),
+        typer.Option(min=0, max=1, help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion."),
     ] = None,
     split: options.Split = "train",
     dataset_config: Annotated[
-        str | None, typer.Option(help="Config (subset) of a dataset of the Hub.  [default: the dataset's own]", metavar="NAME")
+        str | None,
+        typer.Option(help="Config (subset) of a dataset on the Hub. Default: the dataset's own default.", metavar="NAME"),
     ] = None,
     priority: Annotated[
-        int, typer.Option(min=-100, max=100, help="Jobs of higher priority run first, and interrupt jobs of lower priority.")
+        int,
+        typer.Option(
+            min=-100,
+            max=100,
+            help="Priority of the job. Jobs with a higher priority run first, and interrupt jobs with a lower priority.",
+        ),
     ] = 0,
-    title: Annotated[str, typer.Option(help="Title of the job, for lists of jobs.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the job, shown in lists of jobs.")] = "",
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Key that you choose for the job. Retries need none: the same data and settings give the same job.",
+            help="Key of your choice that identifies the job. Not needed for retries, because the same data and settings give "
+            "the same job.",
             metavar="KEY",
         ),
     ] = None,
     token: jobs.Token = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Have a service score a dataset with a reference model, in a job that continues after this command ends.
+    """Have a service score a dataset with a reference model. The job continues after this command ends.
 
-    Submitting the same data and settings again returns the same job, and nothing is uploaded twice. Exit codes: 0 done (or
+    Submitting the same data and settings again returns the same job, without uploading the data again. Exit codes: 0 done (or
     queued or running, without --watch), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
 
     Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
@@ -93,9 +104,9 @@ def submit(
             split=split,
             idempotency_key=idempotency_key,
         )
-        err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}")
+        err.print(f"job {job.id}; open it in a browser: {client.url}/jobs/{job.id}")
         if job.finished:
-            err.print("this job is already done: nothing ran again (--idempotency-key KEY runs it again)")
+            err.print("this job has already finished, so nothing was run (to run it again, use --idempotency-key KEY)")
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:
@@ -106,7 +117,7 @@ def submit(
             except RequestRefusedError as error:
                 if error.status != 404:
                     raise
-                err.print(f"nothing is saved: {error}", style="yellow")  # 404: no row of the dataset could be read
+                err.print(f"no values were saved: {error}", style="yellow")  # status 404: no row of the dataset could be read
     if as_json:
         print_json(job.as_dict())
     else:
@@ -117,7 +128,7 @@ def submit(
 def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> Dataset:
     found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
     if config is not None and (on_service or found is None):
-        raise UsageError(f"--dataset-config is for a dataset of the Hub, but {data} is a path")
+        raise UsageError(f"--dataset-config applies only to datasets on the Hub, but {data} is a path")
     if on_service:
         return ServicePath(data)
     if found is not None:

@@ -1,7 +1,7 @@
-"""Score sequences online: the caller waits for the response.
+"""Score sequences online, while the caller waits for the response.
 
-OnlineScoring chooses a worker for each request, limits the number of queued tokens, and sends requests again when a worker
-dies. The worker decides which requests are computed together. All state is used in the event loop only.
+OnlineScoring chooses a worker for each request, limits the number of queued tokens, and resends requests when a worker dies.
+The worker decides which requests are computed together. All state in this module is used only in the event loop.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
 
-#: If this many workers die while they compute a request, the request fails, because it probably caused the deaths.
+#: A request fails after this many workers have died while computing it, because it probably caused the deaths.
 _DEATHS = 2
-#: Assumed size in bytes of a token id in a frame to a worker.
+#: Assumed size in bytes of one token id in a frame sent to a worker.
 _TOKEN_BYTES = 8
-#: Weight of the latest request in the moving average of tokens per second, from which Retry-After is computed.
+#: Weight of the latest request in the moving average of tokens per second. The average is used to compute Retry-After.
 _RATE_WEIGHT = 0.2
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of a request.
+    """The result of a scoring request.
 
     Attributes:
-        outcomes: a table with the schema worker.protocol.OUTCOMES and one row for each sequence, in the order of the request.
+        outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: time from the start of the round, in which several requests may be computed together, to the request's
-            last outcome.
-        queue_seconds: time from the request's arrival at the worker to the start of the round.
-        snapshot: number of the snapshot that was read, or None if the store was not read or has no values of the reference.
+        engine_seconds: seconds from the start of the round to the request's last outcome. Several requests may be computed in
+            one round.
+        queue_seconds: seconds from when the request reached the worker to the start of the round.
+        snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
 
     outcomes: pa.Table
@@ -58,7 +58,7 @@ class Scored:
 
 @dataclass
 class _Pending:
-    """A request that was sent to a worker and has no response yet."""
+    """A request that was sent to a worker but has no response yet."""
 
     worker: WorkerHandle
     message: dict[str, Any]
@@ -71,11 +71,11 @@ class _Pending:
 
 
 class OnlineScoring:
-    """The online requests of all callers.
+    """Online scoring requests from all callers.
 
     Args:
         settings: limits on requests and queued tokens.
-        registry: references, and their snapshots in the store.
+        registry: the references and their snapshots in the store.
         metrics: counters to update.
     """
 
@@ -92,7 +92,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens in unanswered requests of one worker, or of all workers."""
+        """Return the number of tokens in unanswered requests to one worker, or to all workers."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -104,23 +104,22 @@ class OnlineScoring:
         cache_write: bool,
         deadline_seconds: float,
     ) -> Scored:
-        """Score sequences. If the calling task is cancelled, the request is cancelled too.
+        """Score sequences. Cancelling the calling task also cancels the request.
 
         Args:
             reference: name or id of one of the service's models.
-            sequences: table with the columns prompt_ids and completion_ids, list<int32>. With a third column attention_mask the
-                sequences are rows of padded batches. Values of such rows are neither looked up nor stored.
-            temperature: number by which logits are divided. Values at a temperature other than 1 are neither looked up nor
-                stored.
-            cache_read: whether values that the store has are returned without computing them.
-            cache_write: whether computed values are stored.
+            sequences: table with the columns prompt_ids and completion_ids, list<int32>. If there is a third column,
+                attention_mask, the sequences are rows of padded batches; their values are neither looked up nor stored.
+            temperature: number to divide the logits by. Values at temperatures other than 1 are neither looked up nor stored.
+            cache_read: whether to return stored values instead of computing them.
+            cache_write: whether to store computed values.
             deadline_seconds: maximum time to wait.
 
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
-            Problem: 429 with Retry-After if too many tokens are queued, 500 if workers died while they computed the request,
-                503 if no worker can answer, 504 if the deadline has passed.
+            Problem: 429 with Retry-After if too many tokens are queued, 500 if workers died while computing the request, 503 if
+                no worker can respond, 504 if the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -128,7 +127,7 @@ class OnlineScoring:
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
             raise UsageError(
-                f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports temperature 1 only"
+                f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports only temperature 1"
             )
         known: list[Any] = [None] * len(sequences)
         snapshot = None
@@ -150,7 +149,7 @@ class OnlineScoring:
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a worker's frame about requests."""
+        """Handle a frame from a worker about scoring requests."""
         match message["op"]:
             case "round":
                 for key in message["ids"]:
@@ -162,10 +161,10 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Send the requests of a dead worker again. Return whether the worker was computing a request when it died.
+        """Resend the requests of a worker that died, and return whether it was computing a request when it died.
 
-        A request that was being computed is scored alone next time. A request fails if _DEATHS workers have died while they
-        computed it.
+        If a request was being computed, it is scored alone the next time. A request fails once _DEATHS workers have died while
+        computing it.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -176,7 +175,10 @@ class OnlineScoring:
                 entry.message["alone"] = True
             if entry.deaths >= _DEATHS:
                 self._fail(
-                    key, Problem(500, f"workers died while they scored this: {reason}", "report this with the service's log")
+                    key,
+                    Problem(
+                        500, f"workers died while scoring this request: {reason}", "report this together with the service's log"
+                    ),
                 )
             elif worker.broken:
                 self._fail(key, _no_worker(worker))
@@ -229,12 +231,12 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """Return the worker for a request.
+        """Choose the worker for a request.
 
-        Workers that respond come first, then workers that have loaded the model, then workers with few queued tokens.
+        Prefer workers that respond in time, then workers that have loaded the model, then workers with few queued tokens.
 
         Raises:
-            Problem: 503 if no worker can answer, 429 if too many tokens are queued.
+            Problem: 503 if no worker can respond, 429 if too many tokens are queued.
         """
         assert self._pool is not None
         working = [worker for worker in self._pool.workers if not worker.broken]
@@ -247,29 +249,29 @@ class OnlineScoring:
             wait = math.ceil(queued / self._tokens_per_second) if self._tokens_per_second else 1
             raise Problem(
                 429,
-                f"{queued:,} tokens are queued already",
-                "try again later, with fewer tokens in one request",
+                f"{queued:,} tokens are already queued",
+                "try again later, or send fewer tokens per request",
                 {"Retry-After": str(max(1, min(60, wait)))},
             )
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if `size` more bytes for a worker would take too much memory.
+        """Raise Problem 503 if queueing `size` more bytes for a worker would take too much memory.
 
-        Bytes that the worker has not read yet are kept in this process.
+        Bytes that the worker has not read yet are kept in this process's memory.
         """
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
             raise Problem(
                 503,
-                f"worker {worker.number} has not read {unread:,} bytes of earlier requests yet",
-                "try again: a worker that does not answer is restarted",
+                f"worker {worker.number} has not yet read {unread:,} bytes of earlier requests",
+                "try again later; a worker that stops responding is restarted",
                 {"Retry-After": "10"},
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """Return (a list with the stored values of each sequence or None, the number of the snapshot that was read)."""
+        """Return a list with each sequence's stored values or None, and the number of the snapshot that was read."""
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:
@@ -291,7 +293,7 @@ class OnlineScoring:
 
     def _too_late(self) -> Problem:
         self._metrics.refused.labels("deadline").inc()
-        return Problem(504, "the deadline has passed", "allow more time, or send fewer sequences in one request")
+        return Problem(504, "the deadline has passed", "allow more time, or send fewer sequences per request")
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:

@@ -1,8 +1,8 @@
-"""Keep writes to the ledger in memory until they succeed. The writes of each job stay in order.
+"""Keep writes to the job ledger in memory until they succeed. Writes for the same job stay in order.
 
-If a job ends while the ledger fails, there is no caller that could retry the write. The write is therefore kept in memory, and
-made when the ledger works again. If the service is killed before a write has succeeded, the job is still running according to
-the ledger. The next service then starts the job again, and scores only the sequences that the store lacks.
+If a job ends while the ledger cannot be written, there is no caller that could retry the write. The write is kept in memory
+until the ledger works again. If the service is killed before the write succeeds, the ledger still lists the job as running.
+When the service is started again, it restarts the job and scores only the sequences that are not stored yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reflogp.service.models import JobProgress
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two attempts while the ledger fails: _FIRST_PAUSE, doubled after each attempt, at most _LONGEST_PAUSE.
+#: Seconds between attempts while the ledger cannot be written: _FIRST_PAUSE, doubled after each attempt, up to _LONGEST_PAUSE.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once with the result, in the event loop.
-        settled: set when the write has succeeded, or when its first attempt has failed.
+        settled: set when the write has succeeded or its first attempt has failed.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once the write of this progress has begun."""
+    """The latest progress of a job. `begun` is True once writing this progress has begun."""
 
     progress: JobProgress
     committed: bool
@@ -50,10 +50,10 @@ class _Progress:
 
 
 class PendingWrites:
-    """The queue of writes that record progress and ends of jobs.
+    """A queue of writes that record the progress and final states of jobs.
 
     Args:
-        ledger: ledger to write to, in threads.
+        ledger: the ledger to write to. It is called in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -68,20 +68,20 @@ class PendingWrites:
 
     @property
     def jobs(self) -> set[str]:
-        """The jobs whose latest state is not in the ledger yet."""
+        """Ids of the jobs whose latest state is not in the ledger yet."""
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
-        """Queue a write about a job. The job is in `jobs` until the write has succeeded.
+        """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger is in
-        trouble, the awaitable completes at once.
+        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger cannot
+        be used, the awaitable completes at once.
 
         Args:
-            job: id of the job. The writes of one job are made in the order in which they came.
-            call: function that writes to the ledger. The function is called in a thread, and again until it raises no
+            job: id of the job. Writes for the same job are made in the order in which they were queued.
+            call: function that writes to the ledger. It is called in a thread, repeatedly until it no longer raises
                 LedgerError, so it must be safe to repeat.
-            then: called in the event loop with the result of `call`.
+            then: called in the event loop with the return value of `call`.
         """
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
@@ -89,7 +89,7 @@ class PendingWrites:
         return self._settled(write)
 
     async def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
-        """Record the progress of a job. New progress replaces earlier progress that has not been recorded yet."""
+        """Record the progress of a job. New progress replaces earlier progress that has not been written yet."""
         waiting = self._progress.get(job)
         if waiting is not None and not waiting.begun:
             waiting.progress, waiting.committed = progress, waiting.committed or committed
@@ -125,11 +125,11 @@ class PendingWrites:
                 self._changed.set()
 
     async def flush(self) -> bool:
-        """Try each pending write once. Return whether all writes have succeeded."""
+        """Try each pending write once. Return whether all of them have succeeded."""
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # the ledger fails for all jobs; one that is only damaged may accept writes about other jobs
+                    break  # only a damaged ledger may still accept writes for other jobs
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()
@@ -143,13 +143,15 @@ class PendingWrites:
                 result = await to_thread.run_sync(writes[0].call)
             except LedgerError:
                 return False
-            except Exception:  # a bug; the job is later found running without a worker, and queued again
-                logger.exception("a write to the ledger failed with an unexpected error and is not retried", extra={"job": job})
+            except Exception:  # a bug; the job is later found to be running without a worker, and is queued again
+                logger.exception(
+                    "a write to the job ledger failed with an unexpected error and will not be retried", extra={"job": job}
+                )
             write = writes.popleft()
             write.settled.set()
             try:
                 write.then(result)
             except Exception:
-                logger.exception("the callback of a write to the ledger failed", extra={"job": job})
+                logger.exception("the callback after a write to the job ledger failed", extra={"job": job})
         del self._writes[job]
         return True

@@ -1,10 +1,10 @@
 """Start worker processes, exchange frames with them, monitor them, and restart them when they end.
 
-All code of this module runs in the event loop. The pool handles the frames `ready`, `loaded`, `pong` and `dying` of workers;
-callbacks handle the other frames.
+All code in this module runs in the event loop. The pool handles `ready`, `loaded`, `pong` and `dying` frames from workers;
+callbacks handle all other frames.
 
-Each worker gets a `ping` every few seconds. A separate thread of the worker answers pings, also while the worker loads a model
-or computes a pass. If a worker does not answer a ping, its whole process is therefore stopped or hangs.
+The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
+loads a model or computes a forward pass. If a worker does not answer pings, its whole process has therefore stopped or hung.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from reflogp.store import ReflogpError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a restart: _FIRST_PAUSE, doubled for each failed start in a row, up to _LONGEST_PAUSE. A worker that
-#: had been ready is restarted at once.
+#: Seconds before a restart: _FIRST_PAUSE, doubled for each consecutive failed start, up to _LONGEST_PAUSE. A worker that was
+#: ready when it ended is restarted at once.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-#: A worker counts as broken after this many failed starts in a row, in which its process ended before it was ready.
+#: A worker counts as broken after this many consecutive failed starts. A start fails if the process ends before it is ready.
 _BROKEN_AFTER = 3
-#: Seconds between two checks of a worker's memory and of its answers to pings.
+#: Seconds between checks of a worker's memory use and its answers to pings.
 _LOOK_SECONDS = 2.0
-#: A starting worker has this many times longer to answer its first ping, because it imports its libraries.
+#: A starting worker gets this many times longer to answer its first ping, because it has to import its libraries first.
 _START_FACTOR = 10
-#: A worker that does not answer is killed after `silence_seconds`, and counts as late after this fraction of that time.
+#: A worker that leaves a ping unanswered counts as late after this fraction of `silence_seconds`, and is killed after
+#: `silence_seconds`.
 _LATE_PART = 0.25
-#: A pass that takes more seconds than this is logged.
+#: A forward pass that takes longer than this many seconds is logged.
 _LONG_PASS_SECONDS = 600.0
 _END_SECONDS = 25.0
-#: Seconds after which this process again returns freed memory to the system.
+#: Interval, in seconds, at which this process returns freed memory to the operating system.
 _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """A worker of the service. When the worker's process ends, the WorkerHandle gets a new process.
+    """The pool's view of one worker. When the worker's process ends, the same WorkerHandle is used for its new process.
 
     Attributes:
-        number: number of the worker, counted from 0.
-        ready: True if the worker accepts work, False while it starts.
-        loaded: reference ids whose engines are loaded.
-        deaths: number of processes of the worker that have ended so far.
+        number: index of the worker, starting at 0.
+        ready: True if the worker accepts work, False while it is starting.
+        loaded: ids of the references whose engines are loaded.
+        deaths: number of this worker's processes that have ended so far.
         memory_bytes: resident memory of the process at the last check.
-        broken: True if several starts in a row have failed.
-        silent_seconds: seconds that the worker has not answered a ping, or 0 if it has answered all pings.
-        late: True if the answer to a ping is overdue.
-        doing: (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle.
+        broken: True if several consecutive starts have failed.
+        silent_seconds: how long the worker has left a ping unanswered, or 0 if it has answered every ping.
+        late: True if an answer to a ping is overdue.
+        doing: (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -91,17 +92,17 @@ class WorkerHandle:
 
     @property
     def outgoing_bytes(self) -> int:
-        """Number of bytes of frames that the worker has not read yet."""
+        """Number of bytes sent or queued for the worker that it has not read yet."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the worker's process. If the process does not accept the frame, keep it for the next process."""
+        """Send a frame to the worker. If its process does not accept the frame, keep it for the worker's next process."""
         data = encode(message, body)
         if self.process is None or not self.process.send(data):
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """Kill the process. The pool then starts a new process."""
+        """Kill the worker's process. The pool then starts a new one."""
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -119,7 +120,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping. If an earlier ping has no answer yet, add `passed` to `silent_seconds` instead."""
+        """Send a ping. If an earlier ping is still unanswered, add `passed` to `silent_seconds` instead."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -140,14 +141,16 @@ class Pool:
     """All workers of a service.
 
     Args:
-        configurations: configurations of the workers, one for each worker.
+        configurations: one configuration per worker.
         start: function that starts a worker's process.
-        on_frame: called with every frame except `pong`, in order for each worker.
-        on_death: called with the reason when a worker's process has ended, except when the pool is closing.
-        max_worker_bytes: a worker that uses more memory is killed, so that the system does not kill another process. None
-            means no limit.
-        silence_seconds: a worker that does not answer for longer is killed. A starting worker has ten times as long.
-        max_pass_seconds: a worker whose engine computes one pass for longer is killed. None means no limit.
+        on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
+        on_death: called when a worker's process has ended, with the reason. Not called while the pool is closing.
+        max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
+            operating system does not kill some other process.
+        silence_seconds: time after which a worker that does not answer pings is killed. A starting worker gets ten times as
+            long.
+        max_pass_seconds: time after which a worker whose engine is still computing the same forward pass is killed, or None for
+            no limit.
     """
 
     def __init__(
@@ -178,19 +181,19 @@ class Pool:
         self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]
 
     async def close(self) -> None:
-        """Let every worker commit its values and end. Kill workers that do not end in time."""
+        """Let every worker commit its values and exit. Kill workers that do not exit in time."""
         self._closing = True
         for worker in self.workers:
             if worker.process is not None:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
-        for worker, task in zip(self.workers, self._tasks, strict=False):  # a pool that was not started has no tasks
-            if worker.process is None:  # the worker waits for room on the cluster, or for its restart
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # no tasks if the pool was never started
+            if worker.process is None:  # the worker is waiting for free resources on the cluster, or for its restart
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
             for worker in self.workers if late else []:
-                worker.kill("the worker did not end in time")
+                worker.kill("the worker did not exit in time")
             if late:
                 await asyncio.wait(late, timeout=5)
         for task in [*self._tasks, *([watch] if watch else [])]:
@@ -201,9 +204,9 @@ class Pool:
             try:
                 reason = await self._live(worker)
             except ReflogpError as error:
-                reason = f"the worker could not be started: {error}"
+                reason = f"could not start the worker: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
-                logger.exception("worker %d could not be supervised", worker.number)
+                logger.exception("supervision of worker %d failed", worker.number)
                 reason = f"{type(error).__name__}: {error}"
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
             if self._closing:
@@ -214,20 +217,20 @@ class Pool:
             logger.warning("worker %d ended: %s", worker.number, reason)
             try:
                 await self._on_death(worker, reason)
-            except Exception:  # the job is later found running without a worker, and queued again
-                logger.exception("the end of worker %d could not be handled", worker.number)
+            except Exception:  # the job is later found to be running without a worker, and is queued again
+                logger.exception("could not handle the end of worker %d", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """Run one process of a worker; return why it ended."""
+        """Run one process of a worker, and return why the process ended."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:
             while (frame := await process.receive()) is not None:
                 await self._take(worker, *frame)
         except Exception:  # a bug here must not leave the service without a worker
-            logger.exception("a frame of worker %d could not be handled", worker.number)
+            logger.exception("could not handle a frame from worker %d", worker.number)
             worker.kill("the service could not handle a message from the worker (see the log)")
         reason = await process.wait()
         return worker.killed_for or worker.last_error or reason
@@ -251,7 +254,7 @@ class Pool:
         while True:
             await asyncio.sleep(self._look_seconds)
             now = time.monotonic()
-            passed = min(now - last, 2 * self._look_seconds)  # do not count a pause of this process as silence of the workers
+            passed = min(now - last, 2 * self._look_seconds)  # if this process was paused, ignore the pause
             last = now
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:
@@ -268,14 +271,16 @@ class Pool:
         if worker.silent_seconds > allowed:
             worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
         elif doing == "pass" and self._max_pass_seconds is not None and seconds > self._max_pass_seconds:
-            worker.kill(f"one pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
+            worker.kill(f"one forward pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
         elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * self._look_seconds:
-            logger.warning("worker %d has been computing one pass for %.0f seconds and may hang", worker.number, seconds)
+            logger.warning(
+                "worker %d has been computing one forward pass for %.0f seconds and may be hanging", worker.number, seconds
+            )
         worker.memory_bytes = await worker.process.memory()
         if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
 
 
 def own_memory() -> int:
-    """Return the resident bytes of this process."""
+    """Return the resident memory of this process in bytes."""
     return memory_of(os.getpid())

@@ -1,9 +1,10 @@
 """Run precompute jobs: submit jobs, assign them to workers, and record their progress and final states.
 
-The code runs in the event loop, and accesses the ledger and files in threads.
+The code runs in the event loop; the ledger and files are accessed in threads.
 
-Requests of callers (submit, cancel, retry) are in the ledger before the response is sent. Reports of workers are recorded
-through PendingWrites, so that a failing ledger does not end a job. Only one task assigns jobs to workers.
+Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
+are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs
+to workers.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from reflogp.store.texts import hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
-#: A job fails if this many of its workers have died without progress in between.
+#: A job fails after its worker has died this many times without any progress in between.
 _DEATHS = 3
-#: Seconds for which younger jobs whose model is already loaded may run before a queued job.
+#: How long, in seconds, newer jobs whose model is already loaded may be run ahead of a queued job.
 _PATIENCE_SECONDS = 60.0
-#: Seconds between two rounds of housekeeping, and the shorter pause after a round in which a step failed.
+#: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
-#: Maximum size in bytes of a report that is returned. Reports that this version writes are below 200 kB.
+#: Maximum size in bytes of a report that the service returns. Reports written by this version are smaller than 200 kB.
 MAX_REPORT_BYTES = 4 << 20
-#: Seconds between two probes of a working ledger, between two probes of a failing ledger, and between two searches for running
-#: jobs that no worker has.
+#: Seconds between probes of a working ledger, between probes of a failing ledger, and between searches for jobs that are
+#: recorded as running although no worker is running them.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
-#: (A function that writes to the ledger, the callback that gets its result).
+#: (Function that writes to the ledger, callback that is called with the function's result).
 _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -81,12 +82,12 @@ class Precompute:
     """The jobs of a service.
 
     Args:
-        settings: settings of the service.
-        folder: state folder. Results are written to its subfolder `results`.
-        ledger: ledger of jobs.
+        settings: the service's settings.
+        folder: the state folder. Results are written to its subfolder `results`.
+        ledger: the job ledger.
         registry: references by name or id.
-        uploads: uploaded dataset files.
-        fetched: dataset files that were fetched from URIs.
+        uploads: folder of uploaded dataset files.
+        fetched: folder of dataset files fetched from URIs.
         metrics: metrics to update.
     """
 
@@ -112,8 +113,8 @@ class Precompute:
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
         self._pool: Pool | None = None
         self._helping: Helping
-        self._running: dict[int, _Running] = {}  # worker number -> its job
-        self._cancelled: set[str] = set()  # running jobs that must stop because they were cancelled
+        self._running: dict[int, _Running] = {}  # worker number -> the job it is running
+        self._cancelled: set[str] = set()  # ids of running jobs that must stop because they were cancelled
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._begins: set[asyncio.Task[None]] = set()
         self._wanted = asyncio.Event()
@@ -123,7 +124,7 @@ class Precompute:
         self._flusher: asyncio.Task[None] | None = None
 
     def start(self, pool: Pool) -> None:
-        """Start the background tasks. Jobs continue where the last service stopped."""
+        """Start the background tasks. Jobs continue where they were when the service last stopped."""
         self._pool = pool
         self._helping = Helping(pool)
         self._assign()
@@ -137,7 +138,7 @@ class Precompute:
         self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
 
     def drain(self) -> None:
-        """Start no further jobs and end all event streams."""
+        """Stop starting jobs, and end all event streams."""
         self._closing = True
         self._fetching.close()
         for task in self._tasks:
@@ -146,40 +147,43 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Make the pending writes to the ledger.
+        """Write everything that is still pending to the ledger.
 
-        Call this after all workers have ended. Log how many jobs could not be recorded.
+        Call this method after all workers have ended. If the state of some jobs cannot be recorded, log how many.
         """
         self.drain()
         if self._flusher is not None:
             self._flusher.cancel()
         if not await self._pending.flush():
-            logger.error("the state of %d jobs could not be recorded: the next service continues them", len(self._pending.jobs))
+            logger.error(
+                "could not record the state of %d jobs; they continue when the service is started again",
+                len(self._pending.jobs),
+            )
 
     @property
     def unrecorded(self) -> int:
-        """Number of writes that wait for the ledger."""
+        """Number of writes that have not reached the ledger yet."""
         return len(self._pending)
 
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
     ) -> tuple[Job, bool]:
-        """Submit a job. When this method returns, the job is in the ledger.
+        """Submit a job. By the time this method returns, the job is in the ledger.
 
         Args:
             request: the requested job.
             who: name of the submitter.
-            idempotency_key: identifies the job, together with `who`. Without a key, the job is identified by its content.
-            received: (file, sha256) of the dataset, if it was the body of the request.
+            idempotency_key: identifies the job, together with `who`. If None, the job is identified by its content.
+            received: (file, sha256) of the dataset, if it was sent as the request body.
 
         Returns:
-            The job, and whether it is new.
+            The job, and whether it is a new one.
 
         Raises:
             LedgerError: the ledger cannot be used.
             ReferenceNotFoundError: the service has no model for the reference.
-            Problem: the dataset cannot be read or is not allowed, the idempotency key was used with other content (409), or too
-                many jobs are queued (429).
+            Problem: the dataset cannot be read or is not allowed, the idempotency key was already used with different content
+                (409), or too many jobs are queued (429).
         """
         reference = self._registry.model_of(request.reference)
         if received is not None:
@@ -191,7 +195,7 @@ class Precompute:
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
             "dataset": source.get("digest") or source["uri"],
-            "path": source["file"] if "path" in source else None,  # rows may name image files relative to the dataset
+            "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
             "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
@@ -199,7 +203,7 @@ class Precompute:
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
         if await to_thread.run_sync(self._ledger.waiting) >= self._settings.max_waiting_jobs:
-            raise Problem(429, "too many jobs are queued", "try again when some jobs are done", {"Retry-After": "60"})
+            raise Problem(429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"})
         submission = Submission(
             identity=identity,
             content=content,
@@ -216,7 +220,9 @@ class Precompute:
             job, new = await to_thread.run_sync(self._ledger.submit, submission)
         except DifferentContentError as error:
             raise Problem(
-                409, f"this Idempotency-Key was already used for another job ({error.args[0]})", "use a new key for a new job"
+                409,
+                f"this Idempotency-Key was already used for a different job ({error.args[0]})",
+                "use a new key for each new job",
             ) from None
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
@@ -226,7 +232,8 @@ class Precompute:
     async def cancel(self, job_id: str) -> Job:
         """Cancel a job.
 
-        A queued job ends at once, a running job within one pass. When this method returns, the cancellation is in the ledger.
+        A queued job ends at once; a running job ends within one forward pass. By the time this method returns, the cancellation
+        is in the ledger.
 
         Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
@@ -259,14 +266,14 @@ class Precompute:
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(
-                404, f"there is no job {job_id}", "GET /v1/jobs lists all jobs; jobs that ended are deleted after keep_days"
+                404, f"there is no job {job_id}", "GET /v1/jobs lists all jobs; a job is deleted keep_days days after it ends"
             )
         return job
 
     async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
         """Yield the job now and after each change, until it has ended.
 
-        If several changes follow quickly, only the last state is yielded.
+        If several changes follow in quick succession, yield only the last state.
 
         Yield None if nothing has changed for a while, or if the ledger cannot be read. Return early when the service stops.
         """
@@ -303,17 +310,19 @@ class Precompute:
     def report(self, job_id: str) -> Report | None:
         """Return a job's report, or None if the job has no report.
 
-        Raise Problem 413 if the report is longer than MAX_REPORT_BYTES.
+        Raise Problem 413 if the report is larger than MAX_REPORT_BYTES.
         """
         file = self._report_file(job_id)
         if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
-            raise Problem(413, f"the report is longer than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which has every row")
+            raise Problem(
+                413, f"the report is larger than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which covers every row"
+            )
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a frame of a worker.
+        """Handle a frame from a worker.
 
-        The frame reports on the worker's job, is meant for another worker, or says that the worker is ready.
+        The frame reports on the worker's job, is addressed to another worker, or says that the worker is ready.
         """
         if self._helping.on_frame(worker, message, body):
             return
@@ -333,14 +342,15 @@ class Precompute:
                 await self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: queue its job again, or let the job fail after too many deaths.
+        """Handle the end of a worker's process: queue its job again, or fail the job if its workers have died too often.
 
         Args:
-            blame: False if the worker was computing an online request when it died, so that its job did not cause the death.
+            blame: False if the worker was computing an online request when it died, in which case its job did not cause the
+                death.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
-        blame = blame and not was_helping  # a worker that is still helping has not begun its own job
+        blame = blame and not was_helping  # a worker that is still helping has not started its own job yet
         running = self._running.get(worker.number)
         if running is None:
             return
@@ -357,9 +367,9 @@ class Precompute:
         at_work = set(running.in_flight)
         narrowed = bool(at_work and known and at_work < known)
         if len(at_work) == 1 and at_work == known:
-            poison |= dict.fromkeys(at_work, f"a worker died whenever the sequence was scored ({reason})")
+            poison |= dict.fromkeys(at_work, f"a worker died each time this sequence was scored ({reason})")
             suspects, narrowed = [], True
-            logger.warning("a sequence kills workers and is left out: %s", next(iter(at_work)), extra={"job": job})
+            logger.warning("skipping a sequence that crashes workers: %s", next(iter(at_work)), extra={"job": job})
         elif at_work:
             suspects = sorted(at_work)
         logger.warning("the job's worker ended: %s", reason, extra={"job": job})
@@ -374,7 +384,7 @@ class Precompute:
         await self._release(worker.number, running, (died, recorded))
 
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Take a job from its worker and record its new state. At any time the job is in `_running` or has a pending write."""
+        """Take a job off its worker and record the job's new state. The job is always in `_running` or has a pending write."""
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
@@ -398,14 +408,14 @@ class Precompute:
                 return self._finish(job, "cancelled")
             case _:
                 why = {
-                    "interrupted": "a job of higher priority came",
-                    "displaced": "the job's model was unloaded for another reference",
+                    "interrupted": "a job with higher priority took its place",
+                    "displaced": "the job's model was unloaded to make room for another model",
                 }
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
-        """Return the write that queues a running job again, with the reason."""
-        logger.info("job is queued again: %s", note, extra={"job": job})
+        """Return the write that queues a running job again and records the reason."""
+        logger.info("job queued again: %s", note, extra={"job": job})
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
@@ -415,7 +425,7 @@ class Precompute:
         return finish, partial(self._ended, job, state, error)
 
     def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """Count and log the end of a job and notify its watchers, after the end was recorded in the ledger."""
+        """Count and log the end of a job and notify its watchers. Called after the end has been recorded in the ledger."""
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
@@ -430,14 +440,14 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Add the progress since the previous report to the metrics."""
+        """Add the progress made since the previous report to the metrics."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
         self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
 
     def _assign(self) -> None:
-        """Make the background tasks look for jobs that can begin and for datasets to fetch."""
+        """Make the background tasks check for jobs that can start and for datasets to fetch."""
         self._wanted.set()
         self._fetching.look()
 
@@ -452,7 +462,7 @@ class Precompute:
                 await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
             self._wanted.clear()
             try:
-                failed = self._ledger.failures != failures  # a claim that failed may be in the ledger nevertheless
+                failed = self._ledger.failures != failures  # a claim may have been recorded in the ledger even though it failed
                 if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
                     failures = self._ledger.failures
                     await self._requeue_lost()
@@ -463,17 +473,17 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Queue all jobs again that no worker has, although the ledger lists them as running."""
+        """Requeue all jobs that the ledger lists as running although no worker is running them."""
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
-        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service, or its worker, ended", known):
-            logger.info("%d jobs were recorded as running, but no worker has them: they are queued again", lost)
+        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or its worker ended", known):
+            logger.info("%d jobs were recorded as running, but no worker was running them; they have been queued again", lost)
 
     async def _assign_once(self) -> None:
         """Assign a job to every idle worker.
 
-        If a queued job has a higher priority than a running job, interrupt the running job of the lowest priority.
+        If a queued job has a higher priority than a running job, interrupt the running job with the lowest priority.
         """
         assert self._pool is not None
         for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
@@ -482,7 +492,7 @@ class Precompute:
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
             if claim is None:
                 return
-            if not worker.ready:  # the worker's process has ended in the meantime
+            if not worker.ready:  # the worker's process has ended since the check
                 self._look_for_lost = True
                 self._wanted.set()
                 return
@@ -500,9 +510,9 @@ class Precompute:
             self._stop(number, self._running[number], "interrupted")
 
     def _find_help(self, owner: int, running: _Running) -> None:
-        """Ask workers without a job to help with a running job.
+        """Ask workers that have no job to help with a running job.
 
-        Queued jobs have precedence: a helper that gets a job of its own stops helping.
+        Queued jobs take precedence: a helper that is given its own job stops helping.
         """
         assert self._pool is not None
         if self._wanted.is_set() or self._closing or running.stop_reason is not None:
@@ -520,13 +530,13 @@ class Precompute:
             if "path" in source:
                 root = await to_thread.run_sync(self._check_unchanged, source)
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
-                note = "the fetched dataset was deleted and is fetched again"
+                note = "the fetched dataset was deleted; fetching it again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
             write = self._finish(claim.id, "failed", error=f"the dataset: {detail}")
         if self._running.get(worker.number) is not running:
-            return  # the worker has died in the meantime
+            return  # the worker has died by now
         if running.cancelled.is_set():
             write = self._finish(claim.id, "cancelled")
         if write is not None:
@@ -551,14 +561,14 @@ class Precompute:
             request=claim.request,
             traceparent=claim.traceparent,
         )
-        logger.info("job begins on worker %d", worker.number, extra={"job": claim.id})
+        logger.info("job started on worker %d", worker.number, extra={"job": claim.id})
         running.began = True
         worker.send({"op": "job", "order": asdict(order)})
         if running.stop_reason is not None:
             worker.send({"op": "stop", "job": claim.id, "why": running.stop_reason})
 
     def _stop_if_cancelled(self) -> None:
-        """Tell workers to stop jobs that were cancelled."""
+        """Tell workers to stop running jobs that were cancelled."""
         for number, running in self._running.items():
             if running.claim.id in self._cancelled and not running.cancelled.is_set():
                 running.cancelled.set()
@@ -571,7 +581,7 @@ class Precompute:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
-        """Return the source from which a worker will read the dataset.
+        """Return the location that a worker will read the dataset from.
 
         Raise Problem if the dataset is not allowed or cannot be read.
         """
@@ -587,9 +597,9 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Return the allowed root that contains a dataset.
+        """Return the allowed root folder that contains a dataset.
 
-        Raise Problem if the dataset has changed since the submission, or is no longer allowed.
+        Raise Problem if the dataset has changed since the job was submitted, or is no longer allowed.
         """
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:
@@ -617,7 +627,7 @@ class Precompute:
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:
-        """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
+        """Every hour, delete old jobs and dataset files that are no longer needed. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             steps: list[Callable[[], object]] = [
@@ -629,16 +639,16 @@ class Precompute:
             for step in steps:
                 try:
                     await to_thread.run_sync(step)
-                except Exception as error:  # the other steps still run, and the next round tries this step again
+                except Exception as error:  # continue with the other steps; the next round retries this one
                     failed = True
                     known = isinstance(error, LedgerError | OSError)
-                    logger.warning("a step of the housekeeping failed: %s", error, exc_info=not known)
+                    logger.warning("a housekeeping step failed: %s", error, exc_info=not known)
             await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
         """Delete jobs that ended before the given time.
 
-        The files of a job are deleted first, so that no file is left without a job.
+        A job's files are deleted before the job itself, so that no files are left behind without a job.
         """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:

@@ -1,4 +1,4 @@
-"""Return every error as a problem+json response (RFC 9457) that names the cause and a next step."""
+"""Return every error as a problem+json response (RFC 9457) that states the cause and suggests a next step."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
-#: Tuples of error class, HTTP status and next step. The first tuple whose class matches an error is used.
+#: (Error class, HTTP status, next step). The first entry whose class matches the error is used.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
-    (SnapshotNotFoundError, 404, "omit the snapshot to read the latest snapshot"),
+    (SnapshotNotFoundError, 404, "omit the snapshot number to read the latest snapshot"),
     (LedgerDamagedError, 503, "ask an administrator to repair the ledger as described in the message"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
     (DamagedStoreError, 503, "ask an administrator to run `reflogp store verify --repair`"),
     (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
-#: Seconds in the Retry-After header of a response that reports a failing ledger.
+#: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.
 _LEDGER_SECONDS = "5"
 
 
 class ProblemBody(BaseModel):
-    """A problem in the format of RFC 9457."""
+    """A problem, in RFC 9457 format."""
 
     type: str = Field(default="about:blank", description="Kind of problem.")
     title: str = Field(description="Name of the HTTP status.")
@@ -58,9 +58,9 @@ class Problem(Exception):
 
     Args:
         status: HTTP status.
-        detail: what happened.
+        detail: what went wrong.
         next_step: what the caller can do.
-        headers: additional headers of the response.
+        headers: additional response headers.
     """
 
     def __init__(self, status: int, detail: str, next_step: str, headers: dict[str, str] | None = None) -> None:
@@ -78,16 +78,16 @@ class Problem(Exception):
 
 
 def problem_of(error: ReflogpError) -> Problem:
-    """Return the Problem for an error of reflogp. The status is 500 if no other status is listed for the error's class."""
+    """Return the Problem for a reflogp error. If no status is listed for the error's class, the status is 500."""
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
             return Problem(status, str(error), next_step, headers)
-    return Problem(500, str(error), "try again; if the error occurs again, report it with the service's log")
+    return Problem(500, str(error), "try again; if the error persists, report it together with the service's log")
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that turn every error of the app into a problem response."""
+    """Register handlers that turn every error in the app into a problem response."""
 
     @app.exception_handler(Problem)
     async def _(request: Request, error: Problem) -> JSONResponse:
@@ -102,24 +102,26 @@ def install(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return Problem(
-            422, f"{where}: {first['msg']}", "see /docs for the parameters and bodies that the route accepts"
+            422, f"{where}: {first['msg']}", "see /docs for the parameters and bodies that this route accepts"
         ).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # starlette's Allow header has only the methods of the first route with this path
+        if error.status_code == 405:  # Starlette's Allow header lists only the methods of the first route with this path
             headers["Allow"] = ", ".join(_methods_here(request))
-        return Problem(error.status_code, str(error.detail), "see /docs for the routes", headers).response()
+        return Problem(error.status_code, str(error.detail), "see /docs for the available routes", headers).response()
 
     @app.exception_handler(Exception)
     async def _(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return Problem(500, f"the service failed ({type(error).__name__})", "report this with the service's log").response()
+        return Problem(
+            500, f"the service failed ({type(error).__name__})", "report this together with the service's log"
+        ).response()
 
 
 def _methods_here(request: Request) -> list[str]:
-    """Return all HTTP methods for which a route exists at the path of a request."""
+    """Return all HTTP methods that have a route at the request's path."""
     found: set[str] = set()
     for route in _routes_of(request.app.routes):
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -128,7 +130,7 @@ def _methods_here(request: Request) -> list[str]:
 
 
 def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Yield all routes, also those of included routers, which newer versions of FastAPI keep as nested routers."""
+    """Yield all routes, including those of included routers, which newer FastAPI versions keep as nested routers."""
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:
@@ -138,6 +140,6 @@ def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of the problem responses with these statuses."""
+    """Return OpenAPI entries for problem responses with the given statuses."""
     content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

@@ -17,7 +17,7 @@ import psutil
 from reflogp.scoring.frames import Frame, receive_frame
 from reflogp.scoring.machine import exit_reason, growing_segments
 
-#: Command that starts a worker, and the buffer limit of its pipes in bytes. The head of a frame must fit into the buffer.
+#: Command that starts a worker, and the buffer size of its pipes in bytes. The header of a frame must fit into the buffer.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
 BUFFER = 1 << 20
 
@@ -26,22 +26,22 @@ class WorkerProcess(Protocol):
     """A running worker process.
 
     Attributes:
-        name: name of the process in the log.
+        name: name used for the process in the log.
     """
 
     name: str
 
     def send(self, data: bytes) -> bool:
-        """Send bytes of frames to the process. Return False if the process accepts no more data."""
+        """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return the number of bytes that were sent and that the process has not read yet, as far as is known."""
+        """Return the number of bytes that were sent but that, as far as is known, the process has not read yet."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None when the process has ended."""
 
     async def wait(self) -> str:
-        """Wait until the process ends. Return the reason as a text."""
+        """Wait until the process ends, and return the reason as text."""
 
     async def memory(self) -> int:
         """Return the resident memory of the process in bytes, or 0 if it is unknown."""
@@ -50,7 +50,7 @@ class WorkerProcess(Protocol):
         """Kill the process."""
 
 
-#: Type of functions that start a worker. They raise ReflogpError if the worker cannot be started.
+#: Type of a function that starts a worker. It raises ReflogpError if the worker cannot be started.
 Start = Callable[[], Awaitable[WorkerProcess]]
 
 
@@ -100,7 +100,7 @@ async def start_here() -> WorkerProcess:
 
 
 async def start_process() -> asyncio.subprocess.Process:
-    """Start the process of a worker, with pipes for stdin and stdout."""
+    """Start a worker's process with pipes for stdin and stdout."""
     pipe = asyncio.subprocess.PIPE
     environment = {**os.environ, **growing_segments(os.environ)}
     return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER, env=environment)

@@ -1,6 +1,6 @@
 """Check whether an IP address is public.
 
-The module has its own table of special networks, because the table in Python's ipaddress differs between versions.
+This module has its own table of special networks, because the one in Python's ipaddress differs between Python versions.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
 #: All networks in IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
-#: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included, because no dataset is served
-#: from the anycast address of a protocol. After the networks of each registry follow networks that are reserved by other
-#: documents.
+#: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included too, because no dataset is served
+#: from a protocol's anycast address. The networks from each registry are followed by networks that other documents reserve.
 SPECIAL_NETWORKS = tuple(
     ip_network(network)
     for network in (
@@ -41,7 +40,7 @@ SPECIAL_NETWORKS = tuple(
         "240.0.0.0/4",  # reserved
         "255.255.255.255/32",  # limited broadcast
         "224.0.0.0/4",  # multicast
-        "168.63.129.16/32",  # services of Azure's hosts, reached from virtual machines only
+        "168.63.129.16/32",  # services on Azure hosts, reachable only from virtual machines
         "::1/128",  # loopback
         "::/128",  # unspecified
         "::ffff:0:0/96",  # IPv4 in IPv6
@@ -73,12 +72,12 @@ SPECIAL_NETWORKS = tuple(
         "ff00::/8",  # multicast
     )
 )
-#: The only network from which IANA allocates global unicast addresses of IPv6.
+#: The only network from which IANA allocates global IPv6 unicast addresses.
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether an address is that of a host on the public internet."""
+    """Return whether an IP address belongs to a host on the public internet."""
     if isinstance(address, IPv6Address) and (address.scope_id is not None or address not in _GLOBAL_UNICAST):
         return False
     kind = IPv4Network if isinstance(address, IPv4Address) else IPv6Network

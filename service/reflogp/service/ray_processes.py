@@ -1,7 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor on the node starts the process and relays bytes in both directions. RayProcess, the side of the service, runs in the
-event loop.
+An actor on the node starts the process and relays bytes in both directions. RayProcess, its counterpart in the service, runs in
+the event loop.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Relay:
         self._process: asyncio.subprocess.Process
 
     async def place(self) -> str:
-        """Return a description of the actor's node."""
+        """Return a description of the node that the actor runs on."""
         return this_node()
 
     async def start(self, probes: list[str]) -> int:
         """Start the process and return its process id.
 
         Args:
-            probes: files that the service has written into folders that it shares with the worker.
+            probes: files that the service has written to the folders that it shares with the worker.
 
         Raise EngineError if a probe does not exist on this node.
         """
@@ -62,7 +62,7 @@ class Relay:
         return self._process.pid
 
     async def send(self, data: bytes) -> None:
-        """Write data to the process's stdin. Do nothing if the process has ended, because `receive` reports the end."""
+        """Write data to the process's stdin. If the process has ended, do nothing, because `receive` reports that."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -89,10 +89,10 @@ class Relay:
 
 logger = logging.getLogger(__name__)
 
-#: A warning is logged if a worker has waited _SAID_SECONDS for room on the cluster. A request for a worker's memory times out
-#: after _ANSWER_SECONDS.
+#: A warning is logged when a worker has waited _SAID_SECONDS for resources on the cluster. A query for a worker's memory use
+#: times out after _ANSWER_SECONDS.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
-#: Seconds after which a relay that has not killed its worker is killed itself.
+#: Seconds after which a relay that has not yet killed its worker is itself killed.
 _KILL_SECONDS = 10.0
 
 
@@ -101,7 +101,7 @@ class RayProcess:
 
     Args:
         relay: the actor, which has already started its process.
-        name: name in the log.
+        name: name used for the process in the log.
     """
 
     def __init__(self, relay: Any, name: str) -> None:
@@ -135,7 +135,7 @@ class RayProcess:
         await self._tasks[1]
         self._tasks[0].cancel()
         try:
-            return self._lost or exit_reason(await self._relay.wait.remote(), "Ray's logs of its node")
+            return self._lost or exit_reason(await self._relay.wait.remote(), "Ray's logs on its node")
         except RayError as error:
             return reason_of(error)
         finally:
@@ -149,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. If the relay does not respond in time, it is killed too, and its worker ends with it."""
+        """See WorkerProcess.kill. If the relay does not respond in time, it is killed too, which ends its worker."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -160,7 +160,7 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """Send queued bytes with one call at a time, because concurrent calls of an asynchronous actor have no order."""
+        """Send queued bytes one call at a time, because concurrent calls to an asynchronous actor are not ordered."""
         with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:
                 data = [await self._outgoing.get()]
@@ -180,10 +180,10 @@ class RayProcess:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """The workers of a service on a Ray cluster.
+    """A service's workers on a Ray cluster.
 
     Attributes:
-        choice: engine of each worker, and its device.
+        choice: engine and device of each worker.
         count: number of workers.
         folders: local folders that the workers share with the service.
     """
@@ -193,11 +193,11 @@ class RayWorkers:
     folders: tuple[Path, ...]
 
     async def start(self) -> WorkerProcess:
-        """Start a worker on a node that has room. Wait until there is room, and log a warning if this takes long.
+        """Start a worker on a node with free resources. Wait for one if necessary, and log a warning if the wait is long.
 
         Raises:
-            UsageError, EngineError: the worker could not be started. The message of an error that was raised on a node names
-            the node.
+            UsageError, EngineError: the worker could not be started. If the error was raised on a node, its message names the
+                node.
         """
         actor_class: Any = ray.remote(Relay)
         relay = actor_class.options(**resources_of(self.choice), max_restarts=0, max_task_retries=0).remote()
@@ -218,7 +218,7 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Disconnect from the cluster. Actors of this service that still run on the cluster end."""
+        """Disconnect from the cluster. This ends any actors of this service that are still running."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:
@@ -235,15 +235,15 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     Args:
         address: address of the cluster, as in `cluster.connect`.
         device: auto, cpu or cuda.
-        count: number of workers, or None for as many workers as the cluster has room for now.
+        count: number of workers, or None for as many as the cluster currently has resources for.
         store: URI of the store.
         state: state folder of the service.
 
-    Raise UsageError if there is no cluster or no such device, and StoreUnavailableError if the store cannot be created.
+    Raise UsageError if the cluster or the device does not exist, and StoreUnavailableError if the store cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)
-    signal.signal(signal.SIGTERM, ends)  # with Ray's handler, SIGTERM would end the service with the exit code of a failure
+    signal.signal(signal.SIGTERM, ends)  # with Ray's handler, the service would exit with a failure code after SIGTERM
     choice = on_workers(EngineChoice(device=device))
     make_folder(store)
     folders = (state, *([Path(store)] if is_local(store) else []))
@@ -253,6 +253,6 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
 async def _answer(reference: Awaitable[Any]) -> Any:
     """Return the value of a Ray object reference.
 
-    The function is a coroutine, so that asyncio can wait for the value with a timeout.
+    This function is a coroutine, so that asyncio can wait for the value with a timeout.
     """
     return await reference

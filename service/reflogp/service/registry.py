@@ -1,6 +1,6 @@
-"""Look up a service's references by name or id, with their tables and snapshots.
+"""Look up a service's references, their tables and their snapshots, by name or id.
 
-Loads no model. Safe to use from several threads.
+This module does not load any models. The registry is safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NO_KEYS = pa.array([], KEY_TYPE)
 
 @dataclass(frozen=True)
 class RegisteredReference:
-    """A reference of the settings or of the store. Requests name a reference by its id, or by its name in the settings.
+    """A reference from the settings or the store. Requests identify a reference by its id or by its name in the settings.
 
     Attributes:
-        name: name in the settings, or None if only the store has the reference.
-        table: the store's table of this reference, or None if the store has no values of it.
+        name: name in the settings, or None if the reference is only in the store.
+        table: the reference's table in the store, or None if the store has no values for the reference.
     """
 
     name: str | None
@@ -46,11 +46,11 @@ class RegisteredReference:
 
 
 class ReferenceRegistry:
-    """All references of a service and its store, by name or id.
+    """The references in a service's settings and store, accessible by name or id.
 
     Args:
-        settings: the named models, and the URI of the store. The models are hashed when the object is created. Hashes of weight
-            files are cached.
+        settings: contains the named models and the URI of the store. The models are hashed when this object is created; hashes
+            of weight files are cached.
 
     Raises:
         UsageError, CheckpointError: a named model does not exist or cannot be used, or the store's URI has an unknown scheme.
@@ -69,7 +69,7 @@ class ReferenceRegistry:
         self._lock = Lock()
 
     def list(self) -> list[RegisteredReference]:
-        """Return all named references and all other references of the store, sorted by id.
+        """Return all references that are named in the settings or have values in the store, sorted by id.
 
         Raise UsageError if the store's path contains something that is not a store.
         """
@@ -89,7 +89,7 @@ class ReferenceRegistry:
     def model_of(self, name_or_id: str) -> Reference:
         """Return a reference whose model this service can load.
 
-        Raise ReferenceNotFoundError for an unknown reference, and for a reference that only the store has.
+        Raise ReferenceNotFoundError if the reference is unknown, or is in the store but not in the settings.
         """
         by_id = {reference.reference_id: reference for reference in self._named.values()}
         found = self._named.get(name_or_id) or by_id.get(name_or_id)
@@ -100,7 +100,7 @@ class ReferenceRegistry:
         return found
 
     def tokenizer_digest(self, reference: Reference) -> str | None:
-        """Return the digest of the tokenizer files that are in the model's folder now, or None if they cannot be read."""
+        """Return the digest of the tokenizer files currently in the model's folder, or None if they cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
                 with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
@@ -108,7 +108,7 @@ class ReferenceRegistry:
         return None
 
     def named(self) -> dict[str, Reference]:
-        """Return a dict from name to reference of all models in the settings."""
+        """Return all references named in the settings, as a dict from name to reference."""
         return dict(self._named)
 
     def supports_temperature(self, reference_id: str) -> bool:
@@ -126,7 +126,7 @@ class ReferenceRegistry:
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired in the meantime
+            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired since
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 try:
@@ -134,14 +134,14 @@ class ReferenceRegistry:
                 except UsageError as error:
                     if self._is_something_else():
                         raise
-                    raise ReferenceNotFoundError(f"no values of reference {name_or_id!r} are stored yet") from error
+                    raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
         """Return whether the store's path contains something that is not a store.
 
-        A path that does not exist counts as an empty store. A folder with an incomplete table counts as an empty store too: the
-        table is being created, or was left by an interrupted command (for example on a full disk).
+        A path that does not exist counts as an empty store. So does a folder with an incomplete table: the table is still being
+        created, or was left behind by an interrupted command (for example, because the disk was full).
         """
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
@@ -156,7 +156,7 @@ class ReferenceRegistry:
         read.
         """
         table = self.table(name_or_id)
-        with self._lock:  # tables are not safe to use from several threads, but snapshots with a loaded index are
+        with self._lock:  # tables are not thread-safe, but snapshots with a loaded index are
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot
@@ -169,5 +169,5 @@ def _is_id(text: str) -> bool:
 def _names(folder: Path) -> list[str]:
     try:
         return [path.name for path in folder.iterdir()]
-    except OSError:  # the path is not a folder, or does not exist any more
+    except OSError:  # the path is not a folder, or no longer exists
         return []

@@ -1,6 +1,6 @@
-"""Give every request an id, and add this id to the response (X-Request-Id) and to log lines about the request.
+"""Give every request an id, and add the id to the response (X-Request-Id) and to log lines about the request.
 
-Callers may choose the id. The module also keeps the W3C trace context (traceparent) of a request, so that the trace of a
+Callers may choose the id. This module also stores the W3C trace context (traceparent) of each request, so that the trace of a
 submitted job continues the caller's trace.
 """
 
@@ -15,26 +15,26 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
-#: Pattern of ids that a caller may choose. They have only characters that are easy to search for in a log.
+#: Pattern of ids that a caller may choose. It allows only characters that are easy to search for in a log.
 _CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-#: Pattern of a traceparent header, in version 00 or a later version that only adds fields at the end.
+#: Pattern of a traceparent header in version 00, or in a later version that only appends fields.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 _current: ContextVar[str | None] = ContextVar("request_id", default=None)
 _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 def request_id() -> str | None:
-    """Return the id of the request that is being handled, or None outside of a request."""
+    """Return the id of the current request, or None if no request is being handled."""
     return _current.get()
 
 
 def traceparent() -> str | None:
-    """Return the trace context of the request that is being handled, or None if the request has none."""
+    """Return the trace context of the current request, or None if there is none."""
     return _traceparent.get()
 
 
 class RequestIds:
-    """ASGI middleware that sets the id and the trace context of a request, and adds the id to the response, also to errors."""
+    """ASGI middleware that sets each request's id and trace context, and adds the id to every response, including errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class RequestIds:
 def add_request_id(record: logging.LogRecord) -> bool:
     """Add the id of the current request to a log record, as the attribute `request`.
 
-    The function is a filter for log handlers that keeps every record.
+    This function is a filter for log handlers. It keeps every record.
     """
     own = request_id()
     if own is not None and not hasattr(record, "request"):

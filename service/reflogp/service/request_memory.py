@@ -1,9 +1,9 @@
-"""Limit the memory that all current requests may use together.
+"""Limit the total memory used by all requests in progress.
 
-A route reserves a request's memory before it reads the body. A request that waits for memory therefore holds no memory, so
-there is no deadlock. A request that needs more memory later does not wait: it gets the memory at once, or fails with 503. Small
-requests use a separate share of the memory, so they never wait for large requests. Requests for one share are served in the
-order in which they come.
+A route reserves a request's memory before it reads the body. A request that is waiting for memory has therefore not reserved
+any yet, which rules out deadlocks. If a request needs more memory later, it does not wait: it gets the memory at once or fails
+with 503. Small requests have their own share of the memory, so they never wait for large ones. Within a share, requests are
+served in order of arrival.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: A request that needs at most SMALL_BYTES is small. All small requests together may use one eighth of the memory.
+#: A request that needs at most SMALL_BYTES counts as small. Together, small requests may use one eighth of the memory.
 SMALL_BYTES, _SMALL_PART = 4 << 20, 8
-#: A request that has waited _PATIENCE_SECONDS for memory is refused, with _RETRY_SECONDS in the Retry-After header.
+#: A request that has waited _PATIENCE_SECONDS for memory is rejected, with _RETRY_SECONDS in the Retry-After header.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 5
-#: By default, requests may use one eighth of the memory of the machine or its container, and at least _LEAST_BYTES.
+#: By default, requests may use one eighth of the memory of the machine or container, but at least _LEAST_BYTES.
 _DEFAULT_PART, _LEAST_BYTES = 8, 256 << 20
 _STATE_KEY = "memory"
-#: The parameter of mallopt (malloc.h) that is set, and its value. glibc returns freed blocks of at least this size to the
-#: system.
+#: Parameter of mallopt (malloc.h) to set, and its value. When blocks of at least this size are freed, glibc returns them to the
+#: operating system.
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
 def give_memory_back() -> None:
-    """Make the C library return large blocks to the system when they are freed, so that the process does not keep them.
+    """Make the C library return large blocks to the operating system as soon as they are freed.
 
-    Without this call, glibc increases the minimum size of blocks that it returns, up to 32 MiB, when blocks are freed. With
-    other C libraries, the call does nothing.
+    By default, each time blocks are freed, glibc may raise the minimum size of the blocks that it returns, up to 32 MiB. This
+    function prevents that. It does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -42,16 +42,16 @@ def give_memory_back() -> None:
 
 
 def default_request_memory(total_bytes: int) -> int:
-    """Return the memory in bytes that requests may use by default.
+    """Return the default amount of memory, in bytes, that requests may use.
 
     Args:
-        total_bytes: memory of the machine, or of its container.
+        total_bytes: memory of the machine or container.
     """
     return max(_LEAST_BYTES, total_bytes // _DEFAULT_PART)
 
 
 class _Share:
-    """A share of the memory. Requests that wait for memory are served in order."""
+    """A share of the memory. Requests that are waiting for memory are served in order of arrival."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -62,7 +62,7 @@ class _Share:
         return self.used + count <= self.size
 
     async def take(self, count: int, seconds: float) -> bool:
-        """Take `count` bytes, and wait for at most `seconds` until they are free. Return whether the bytes were taken."""
+        """Take `count` bytes, waiting at most `seconds` for them to become free. Return whether the bytes were taken."""
         if not self._waiting and self.fits(count):
             self.used += count
             return True
@@ -90,7 +90,7 @@ class _Share:
 
     def _leave(self, entry: tuple[int, asyncio.Future[None]]) -> None:
         self._waiting.remove(entry)
-        self._serve()  # the next requests may get memory now
+        self._serve()  # the next requests may now fit
 
     def _serve(self) -> None:
         while self._waiting and self.fits(self._waiting[0][0]):
@@ -100,7 +100,7 @@ class _Share:
 
 
 class RequestMemory:
-    """The memory that all current requests may use together. Use this object in the event loop only.
+    """The memory shared by all requests in progress. Use this object only in the event loop.
 
     Args:
         size: total memory in bytes.
@@ -113,7 +113,7 @@ class RequestMemory:
 
     @property
     def used(self) -> int:
-        """Number of bytes that are reserved now."""
+        """Number of bytes that are currently reserved."""
         return self.small.used + self.large.used
 
     @property
@@ -127,10 +127,10 @@ class RequestMemory:
 
 
 class Reservation:
-    """The memory that one request has reserved. RequestMemoryGuard calls `release` when the request is over.
+    """The memory that one request has reserved. RequestMemoryGuard calls `release` when the request ends.
 
     Attributes:
-        bytes: number of bytes that are reserved now.
+        bytes: number of bytes that are currently reserved.
         most: largest value of `bytes` so far.
     """
 
@@ -140,11 +140,11 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in total. If the request holds no memory yet, wait until the bytes are free.
+        """Reserve `count` bytes in total. If the request has not reserved any memory yet, wait until the bytes are free.
 
         Raises:
-            Problem: 413 if one request may not use this much memory, 503 with Retry-After if other requests hold the memory for
-                too long.
+            Problem: 413 if one request may not use this much memory, 503 with Retry-After if other requests do not release the
+                memory in time.
         """
         if self._share is not None:
             self.resize(count)
@@ -159,10 +159,10 @@ class Reservation:
     def resize(self, count: int) -> None:
         """Change the reservation to `count` bytes without waiting.
 
-        Requests that hold memory while they wait for more could block each other for ever.
+        If requests could wait for more memory while keeping what they have, they could block each other forever.
 
         Raises:
-            Problem: 413 if one request may not use this much memory, 503 with Retry-After if the memory is not free now.
+            Problem: 413 if one request may not use this much memory, 503 with Retry-After if the memory is not currently free.
         """
         assert self._share is not None, "reserve first"
         self._check(count)
@@ -182,7 +182,7 @@ class Reservation:
         self.most = max(self.most, count)
 
     def release(self) -> None:
-        """Release all memory of the reservation. A second call does nothing."""
+        """Release all reserved memory. Further calls do nothing."""
         if self._share is not None:
             share, count = self._share, self.bytes
             self._share, self.bytes = None, 0
@@ -192,7 +192,7 @@ class Reservation:
         if count > self._memory.largest:
             raise Problem(
                 413,
-                f"the request would take about {count:,} bytes of memory, more than its limit of {self._memory.largest:,}",
+                f"the request would need about {count:,} bytes of memory, more than the limit of {self._memory.largest:,}",
                 "split the request, or ask an administrator to raise request_memory_bytes",
             )
 
@@ -200,7 +200,7 @@ class Reservation:
 class RequestMemoryGuard:
     """ASGI middleware that gives every request a Reservation.
 
-    The Reservation is released when the request has ended, also after an error.
+    The Reservation is released when the request ends, even after an error.
     """
 
     def __init__(self, app: ASGIApp, memory: RequestMemory) -> None:
@@ -216,7 +216,7 @@ class RequestMemoryGuard:
             await self._app(scope, receive, send)
         finally:
             if reservation.most > SMALL_BYTES:
-                pa.default_memory_pool().release_unused()  # otherwise Arrow keeps the freed memory
+                pa.default_memory_pool().release_unused()  # otherwise, Arrow would keep the freed memory
             reservation.release()
 
 
@@ -229,7 +229,7 @@ def reservation_of(request: Request) -> Reservation:
 def _busy() -> Problem:
     return Problem(
         503,
-        "other requests use all the memory that requests may use",
-        "try again later, with less data in one request",
+        "other requests are using all the memory that is available for requests",
+        "try again later, or send less data per request",
         {"Retry-After": str(_RETRY_SECONDS)},
     )

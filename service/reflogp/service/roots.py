@@ -1,7 +1,7 @@
-"""Resolve dataset paths in requests, but only below the root folders that an administrator allows.
+"""Resolve dataset paths from requests, but only inside the root folders that an administrator has allowed.
 
-The functions block. A path is resolved when its job is submitted, and again when the job begins. The worker opens the files
-through `confined_paths` too, and accepts only content with the digest that `resolve_path` returned.
+These functions block. A path is resolved when its job is submitted, and again when the job starts. The worker also opens the
+files through `confined_paths`, and accepts them only if their content has the digest that `resolve_path` returned.
 
 A path outside the roots gets the same response whether it exists or not.
 """
@@ -20,19 +20,17 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 
 
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
-    """Return the path of a file or folder with symbolic links resolved, and the digest of its content.
+    """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
 
-    The digest of a file is its sha256, that of a folder a blake2b digest.
-
-    The digest of a folder covers the relative names and the sha256 digests of its dataset files. Hidden files and files with
-    other suffixes are ignored, because they are not read.
+    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative names and sha256 digests of the
+    dataset files in the folder. Hidden files and files with other suffixes are ignored, because they are not read.
 
     Raises:
-        Problem: 403 if the path is hidden or is not below an allowed root, 404 if it does not exist, 409 if it is being written
-            to, 422 if it is malformed or cannot be a dataset.
+        Problem: 403 if the path is hidden or not inside an allowed root folder, 404 if it does not exist, 409 if it is being
+            written to, 422 if it is malformed or cannot be a dataset.
     """
     if not settings.dataset_roots:
-        raise Problem(403, "this service accepts no datasets by path (its setting dataset_roots is empty)", _UPLOAD)
+        raise Problem(403, "this service does not accept dataset paths (its setting dataset_roots is empty)", _UPLOAD)
     named = _checked(path)
     for root in sorted(settings.dataset_roots, key=lambda root: len(root.parts)):
         real_root = root.expanduser().resolve()
@@ -48,7 +46,10 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """Return the allowed root that contains a path from `resolve_path`. Raise Problem if no root contains the path any more."""
+    """Return the allowed root folder that contains a path from `resolve_path`.
+
+    Raise Problem if the path is no longer inside any root folder.
+    """
     for root in sorted((root.expanduser().resolve() for root in settings.dataset_roots), key=lambda root: len(root.parts)):
         if file.is_relative_to(root):
             return root
@@ -60,15 +61,15 @@ def _outside() -> Problem:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """Return the path that a request names.
+    """Validate a path from a request and return it.
 
-    Raise Problem 422 if the path is not absolute, or has `..` or control characters.
+    Raise Problem 422 if the path is not absolute, or contains `..` or control characters.
     """
     if any(ord(ch) < 32 or ord(ch) == 127 or 0xD800 <= ord(ch) <= 0xDFFF for ch in path):
-        raise Problem(422, "the path has control characters", "send the path without control characters")
+        raise Problem(422, "the path contains control characters", "send the path without control characters")
     if not path.startswith("/") or path.startswith("//"):
-        raise Problem(422, "the path is not absolute", "begin the path with one slash")
+        raise Problem(422, "the path is not absolute", "start the path with a single slash")
     parts = path.split("/")
     if ".." in parts:
-        raise Problem(422, "the path has a part '..'", "send the path without '..'")
+        raise Problem(422, "the path contains '..'", "send the path without '..'")
     return PurePosixPath(path)

@@ -1,9 +1,9 @@
 """Set up logging and run a service with uvicorn until SIGTERM or Ctrl-C.
 
-The log has readable lines, or one JSON object per line for programs. Records about a job contain the job's id.
+The log consists of readable lines or, for programs, of one JSON object per line. Records about a job include the job's id.
 
-When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests get time to
-finish. After that, jobs commit their computed values, and the workers end.
+When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests are given time
+to finish. Then jobs commit the values they have computed, and the workers exit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from reflogp.store.texts import hide_secrets
 
 
 class _ForPrograms(JsonFormatter):
-    """A log formatter that writes a record as a JSON object in ASCII.
+    """A log formatter that writes each record as a JSON object in ASCII.
 
-    No text in a record can end the object or control a terminal.
+    Because all text is escaped, nothing in a record can end the JSON object or send control codes to a terminal.
     """
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def install_logging(form: Literal["text", "json"]) -> None:
     logging.captureWarnings(True)  # warnings may contain secrets, which the formatters remove
 
 
-#: Seconds that open requests get to finish when the service stops.
+#: How many seconds open requests are given to finish when the service stops.
 _GRACE_SECONDS = 20
 
 
@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: ServerSettings) -> None:
-    """Run the service, and return when it has ended. Raise the errors of `create_app`."""
+    """Run the service, and return when it has stopped. Raise the same errors as `create_app`."""
     give_memory_back()
     app = create_app(settings)
     install_logging(settings.log_format)

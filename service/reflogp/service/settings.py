@@ -9,7 +9,8 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…" # of the token; `reflogp token trainers` makes one scopes = ["read", "score"]
+    sha256 = "…"                            # of the token; create one with `reflogp token trainers`
+    scopes = ["read", "score"]
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
-#: What a token may do. read: look up values and view pages; score: compute values; admin: everything.
+#: What a token permits. read: look up values and view pages; score: compute values; admin: everything.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
@@ -40,41 +41,45 @@ _OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_c
 
 
 class ReferenceSettings(BaseModel):
-    """The settings of a reference model that has a name in the service."""
+    """Settings of a reference model that the service offers under a name."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
     dtype: str = Field(
         "bfloat16",
-        description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
-        "torch.autocast); checkpoint for the dtype in config.json. Part of the reference id.",
+        description="Compute dtype: bfloat16, float32 or float16; bfloat16-autocast or float16-autocast (float32 weights under "
+        "torch.autocast); or checkpoint for the dtype in config.json. Part of the reference id.",
     )
     lm_head_dtype: str | None = Field(
-        None, description="Dtype of the output layer: float32 computes the logits in float32. Part of the reference id."
+        None,
+        description="Dtype of the output layer. With float32, the logits are computed in float32. Part of the reference id.",
     )
-    revision: str | None = Field(None, description="Revision of a model on the Hub.")
-    trust_remote_code: bool = Field(False, description="Run the modelling code in the checkpoint's folder.")
+    revision: str | None = Field(None, description="Revision of the model on the Hub.")
+    trust_remote_code: bool = Field(False, description="Run the modelling code that comes with the checkpoint.")
     engine: EngineName = Field(
         "torch", description="Engine that computes log-probs: torch, vllm, or remote (a running `vllm serve`)."
     )
     vllm_python: str | None = Field(
         None, description="vllm: Python interpreter of vLLM's environment. Default: $REFLOGP_VLLM_PYTHON."
     )
-    tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs over which the model is sharded.")
+    tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs to shard the model over.")
     vllm_options: dict[str, Any] = Field(
-        default_factory=dict, description="vllm: further arguments for vLLM (docs/engines.md)."
+        default_factory=dict, description="vllm: additional arguments for vLLM (docs/engines.md)."
     )
     url: str | None = Field(
         None, pattern="^https?://", description="remote: URL of the server; its API key is read from VLLM_API_KEY."
     )
     served_model: str | None = Field(
-        None, description="remote: name of the model on the server. Default: the only model that the server has."
+        None, description="remote: name of the model on the server. Default: the server's model, if it has only one."
     )
-    concurrency: int = Field(64, ge=1, description="remote: maximum number of requests sent at the same time.")
-    patience_seconds: float = Field(300.0, gt=0, description="remote: maximum time to wait for a server that does not answer.")
+    concurrency: int = Field(64, ge=1, description="remote: maximum number of concurrent requests to the server.")
+    patience_seconds: float = Field(
+        300.0, gt=0, description="remote: maximum time to wait for a server that does not respond, in seconds."
+    )
     check_claim: bool = Field(
         True,
-        description="remote: compare some values of the server with values computed from the weights before any are stored.",
+        description="remote: before storing any values, compare some values from the server with values computed from the "
+        "weights.",
     )
 
     @model_validator(mode="after")
@@ -85,7 +90,7 @@ class ReferenceSettings(BaseModel):
             if given and self.engine != owner:
                 raise ValueError(f"{given[0]} is a setting of engine {owner}, but this model's engine is {self.engine}")
         if self.engine == "remote" and self.url is None:
-            raise ValueError("engine remote needs a url")
+            raise ValueError("engine remote requires a url")
         try:
             check_options(self.vllm_options)
             EngineChoice(self.engine).require_dtype(self.dtype)
@@ -94,7 +99,7 @@ class ReferenceSettings(BaseModel):
         return self
 
     def place(self) -> ModelConfig:
-        """Return these settings as a ModelConfig, which is sent to workers."""
+        """Return these settings as a ModelConfig to send to workers."""
         of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
         fields = self.model_dump()
         choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
@@ -102,62 +107,67 @@ class ReferenceSettings(BaseModel):
 
 
 class TokenSettings(BaseModel):
-    """A bearer token. The settings contain only its digest, not the token itself."""
+    """A bearer token. The settings contain only the token's digest, not the token itself."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str = Field(description="Name of the token's user, which appears in logs.")
+    name: str = Field(description="Name of the token's user, for logs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 digest of the token.")
-    scopes: set[Scope] = Field(description="Scopes that the token has: read, score, admin.")
+    scopes: set[Scope] = Field(description="The token's scopes: read, score, admin.")
 
 
 class ServerSettings(BaseSettings):
-    """The settings of a service. Unknown names are rejected."""
+    """Settings of a service. Unknown settings are rejected."""
 
     model_config = SettingsConfigDict(env_prefix="REFLOGP_", extra="forbid")
 
     store: str = Field(description=f"URI of the store: {PLACES}.")
     references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
     tokens: list[TokenSettings] = Field(
-        default_factory=list, description="Bearer tokens of the callers. Required unless the service listens on loopback only."
+        default_factory=list, description="Callers' bearer tokens. Required unless the service listens only on loopback."
     )
-    host: str = Field("127.0.0.1", description="Address on which the service listens.")
-    port: int = Field(8311, ge=0, le=65535, description="Port on which the service listens; 0 chooses a free port.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names under which the service may be reached, in addition to loopback names: data.example.org,"
-        " *.example.org. Default: without tokens none, with tokens any. With tokens, IP addresses are always allowed.",
+        description="Host names that clients may use to reach the service, in addition to loopback names: data.example.org, "
+        "*.example.org. Default: any name if there are tokens, otherwise none. If there are tokens, IP addresses are always "
+        "allowed.",
     )
     max_body_bytes: int = Field(
-        256 << 20, gt=0, description="Maximum size of a request body. For uploads, max_upload_bytes applies instead."
+        256 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
     )
     max_json_bytes: int = Field(
-        2 << 20, gt=0, description="Maximum size of a JSON body. Larger requests must be sent as an Arrow stream."
+        2 << 20, gt=0, description="Maximum size of a JSON body in bytes. Larger requests must be sent as an Arrow stream."
     )
     request_memory_bytes: int | None = Field(
         None,
         ge=64 << 20,
-        description="Maximum memory of all open requests together. Further requests wait for up to 10 seconds and are"
-        " then refused with 503."
-        " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
+        description="Maximum total memory of all open requests, in bytes. Further requests wait for up to 10 seconds and are "
+        "then rejected with 503. Default: 1/8 of the memory of the machine or container, but at least 256 MiB.",
     )
     max_head_bytes: int = Field(
-        32 << 10, gt=0, description="Maximum size of a request's target (path and query), and of its headers."
+        32 << 10, gt=0, description="Maximum size in bytes of a request's target (path and query) and of its headers."
     )
     head_seconds: float = Field(
-        10.0, gt=0, description="Maximum time until the head of a request is complete. The connection is then closed."
+        10.0,
+        gt=0,
+        description="Maximum time in seconds for a request's headers to arrive in full. After that, the connection is closed.",
     )
     answer_idle_seconds: float = Field(
         30.0,
         gt=0,
-        description="Maximum time for which a client may pause while it reads a response. The connection is then closed.",
+        description="Maximum time in seconds that a client may pause while reading a response. After that, the connection is "
+        "closed.",
     )
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Maximum number of keys in one lookup.")
-    max_answer_bytes: int = Field(1 << 30, gt=0, description="Maximum size of the token values in the response to a lookup.")
+    max_answer_bytes: int = Field(
+        1 << 30, gt=0, description="Maximum size in bytes of the token values in the response to a lookup."
+    )
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Maximum number of open requests; a further request is refused with 503. In addition, the same number of"
-        " connections may be idle.",
+        description="Maximum number of open requests; further requests are rejected with 503. The same number of additional "
+        "connections may be idle.",
     )
     state: Path | None = Field(
         None,
@@ -166,118 +176,137 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Days after which ended jobs, their results, and files that no upload and no job names are deleted.",
+        description="Number of days after which ended jobs, their results, and files that no upload or job refers to are "
+        "deleted.",
     )
-    log_format: Literal["text", "json"] = Field("text", description="Format of the log. json writes one JSON object per line.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
-        False, description="Write a log line for each request. /metrics counts and times requests in any case."
+        False,
+        description="Write a log line for each request. Requests are counted and timed in /metrics even without this setting.",
     )
     # workers
     devices: list[str] = Field(
         ["all"],
         min_length=1,
-        description="Devices, each with one worker process: all (every GPU, or the CPU without a GPU), auto, cpu, cuda:0, …; "
-        "with tensor_parallel = N, there is one worker for every N GPUs. Workers without a job help with a running job.",
+        description="Devices to use, each with one worker process: all (every GPU, or the CPU if there is no GPU), auto, cpu, "
+        "cuda:0, …; with tensor_parallel = N, there is one worker for every N GPUs. Workers without a job of their own help "
+        "with a running job.",
     )
-    executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
+    executor: Literal["local", "ray"] = Field(
+        "local", description="Where workers run: on this machine (local) or on a Ray cluster (ray)."
+    )
     ray_address: str | None = Field(
         None,
-        description="Address of the Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this"
-        " machine alone.",
+        description="Address of the Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS if set, otherwise "
+        "Ray on this machine only.",
     )
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="Number of workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
+        description="Number of workers on Ray. Default: one per GPU in the cluster, or one per CPU if the cluster has no GPUs.",
     )
     token_budget: int | Literal["auto"] = Field(
-        "auto", description="Maximum number of tokens in one pass; auto chooses it by free memory."
+        "auto", description="Maximum number of tokens in one forward pass; auto chooses a number based on free memory."
     )
-    max_loaded: int = Field(1, ge=1, description="Maximum number of models that a worker holds in memory.")
+    max_loaded: int = Field(1, ge=1, description="Maximum number of models that a worker keeps in memory.")
     pinned: str | None = Field(
-        None, description="Name of a reference whose model every worker loads at the start and never unloads."
+        None, description="Name of a reference whose model every worker loads at startup and never unloads."
     )
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="Maximum memory of a worker. A worker that uses more is killed and started again. Default: 9/10 of the"
-        " memory of the machine, or of its container; on Ray, Ray's own limit.",
+        description="Maximum memory of a worker, in bytes. A worker that uses more is killed and restarted. Default: 9/10 of "
+        "the memory of the machine or container; on Ray, Ray's own limit.",
     )
     worker_silence_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum time that a worker may take to answer a ping. A worker that takes longer is killed and started"
-        " again. A starting worker has ten times as long. Workers also answer while they load a model or compute a long pass.",
+        description="Maximum time in seconds that a worker may take to answer a ping. A worker that takes longer is killed and "
+        "restarted. A worker that is still starting gets ten times as long. Workers answer pings even while they load a model "
+        "or compute a long forward pass.",
     )
     max_pass_seconds: float | None = Field(
         None,
         gt=0,
-        description="Maximum time of one pass. A worker that takes longer is killed and started again. Default: no limit,"
-        " because a long pass cannot be distinguished from a hanging pass. The log warns of passes of more than ten minutes.",
+        description="Maximum duration of one forward pass, in seconds. A worker that takes longer is killed and restarted. "
+        "Default: no limit, because a long pass cannot be distinguished from one that hangs. Passes that take more than ten "
+        "minutes are reported in the log.",
     )
     # jobs
     ledger_seconds: float = Field(
         5.0,
         gt=0,
-        description="Maximum time that a request waits if the ledger of jobs is locked or its disk fails. The request is then"
-        " refused with 503.",
+        description="Maximum time in seconds that a request waits when the job ledger is locked or its disk fails. After that, "
+        "the request is rejected with 503.",
     )
     max_waiting_jobs: int = Field(
-        100_000, gt=0, description="Maximum number of jobs in the queue; a further job is refused with 429."
+        100_000, gt=0, description="Maximum number of queued jobs; further jobs are rejected with 429."
     )
-    commit_seconds: float = Field(5.0, gt=0, description="Maximum time that a job's computed values wait for a commit.")
+    commit_seconds: float = Field(
+        5.0, gt=0, description="Maximum time in seconds between computing a job's values and committing them."
+    )
     max_tokens_bytes: int = Field(
         20 << 30,
         gt=0,
-        description="Maximum size of the cache of token ids, from which a dataset is read instead of tokenising it again.",
+        description="Maximum size in bytes of the token-id cache, which avoids tokenising the same dataset twice.",
     )
     # online scoring
     window_seconds: float = Field(
         0.002,
         ge=0,
         le=1,
-        description="Time that a request waits for other requests, so that they are computed in the same passes.",
+        description="Time in seconds that a request waits for other requests, so that they can be computed in the same forward "
+        "passes.",
     )
     max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one request.")
     max_queued_tokens: int = Field(
-        16 << 20, gt=0, description="Maximum number of tokens queued for a worker; a further request is refused with 429."
+        16 << 20, gt=0, description="Maximum number of tokens queued for a worker; further requests are rejected with 429."
     )
-    deadline_seconds: float = Field(300.0, gt=0, description="Deadline of requests that set no deadline_ms.")
+    deadline_seconds: float = Field(300.0, gt=0, description="Deadline in seconds for requests without deadline_ms.")
     # datasets
     dataset_roots: list[Path] = Field(
-        default_factory=list, description="Folders from which jobs may name files and folders as datasets. Default: none."
+        default_factory=list, description="Folders whose files and subfolders jobs may name as datasets. Default: none."
     )
     dataset_uris: list[str] = Field(
         default_factory=list,
         description="Prefixes of dataset URIs that jobs may name: https://host/folder/, s3://bucket/folder/, "
-        "hf://datasets/organisation/name. A host that a prefix names is trusted, also in a private network; https:// alone "
+        "hf://datasets/organisation/name. A host named in a prefix is trusted, even in a private network; https:// alone "
         "allows all hosts with public addresses.",
     )
-    max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size of an upload or fetched dataset.")
-    max_uploads_bytes: int = Field(64 << 30, gt=0, description="Maximum size of all uploads and fetched datasets together.")
-    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; a further upload is refused.")
-    max_fetches: int = Field(4, gt=0, description="Maximum number of datasets fetched at the same time; further jobs wait.")
+    max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")
+    max_uploads_bytes: int = Field(
+        64 << 30, gt=0, description="Maximum total size in bytes of all uploads and fetched datasets."
+    )
+    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; further uploads are rejected.")
+    max_fetches: int = Field(
+        4, gt=0, description="Maximum number of datasets that are fetched at the same time; other jobs wait."
+    )
     fetch_seconds: float = Field(
-        3_600.0, gt=0, description="Maximum time of a fetch. A fetch that takes longer is stopped, and its job fails."
+        3_600.0,
+        gt=0,
+        description="Maximum duration of a fetch, in seconds. A fetch that takes longer is stopped, and its job fails.",
     )
     body_idle_seconds: float = Field(
-        60.0, gt=0, description="Maximum time without data from the sender, after which an upload or fetch is stopped."
+        60.0,
+        gt=0,
+        description="Maximum time in seconds without data from the sender. After that, the upload or fetch is stopped.",
     )
     max_row_bytes: int = Field(
-        64 << 20, gt=0, description="Maximum size of a row of a dataset. A larger row is left out as a bad row."
+        64 << 20, gt=0, description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows."
     )
     row_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="Maximum processor time to tokenise a row. A row that needs more is left out as a bad row.",
+        description="Maximum CPU time in seconds to tokenise a row. Rows that need more are skipped as bad rows.",
     )
-    max_dataset_bytes: int = Field(256 << 30, gt=0, description="Maximum size of a dataset after decompression.")
+    max_dataset_bytes: int = Field(256 << 30, gt=0, description="Maximum size of a dataset in bytes, after decompression.")
     max_group_bytes: int = Field(
         2 << 30,
         gt=0,
-        description="Maximum size of data that is read at once: a JSON array, a Parquet row group or an Arrow batch.",
+        description="Maximum size in bytes of data that must be read as one unit: a JSON array, a Parquet row group or an "
+        "Arrow batch.",
     )
 
     @model_validator(mode="after")
@@ -291,9 +320,9 @@ class ServerSettings(BaseSettings):
     def _hosts_are_names(cls, names: list[str]) -> list[str]:
         for name in names:
             if name == "*":
-                raise ValueError("'*' would allow requests from pages of any site: list the host names of the service")
+                raise ValueError("'*' would allow requests from pages of any site; list the service's host names instead")
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
-                raise ValueError(f"{name!r} is not a host name: write it without scheme, port and path")
+                raise ValueError(f"{name!r} is not a host name; write the name without scheme, port and path")
         return names
 
     @model_validator(mode="after")
@@ -306,14 +335,14 @@ class ServerSettings(BaseSettings):
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
             raise ValueError(
-                "with executor ray, devices must be one of all, auto, cpu, cuda; ray_workers sets the number of workers"
+                "with executor ray, devices must be one of all, auto, cpu or cuda; use ray_workers to set the number of workers"
             )
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
             raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
         return self
 
     def state_folder(self) -> Path:
-        """Return the folder for jobs, uploads and results: `state`, or else a folder for this store in the user's state folder.
+        """Return the folder for jobs, uploads and results: `state` if set, otherwise a default folder for this store.
 
         The default is `reflogp/<digest of the store's URI>` below $XDG_STATE_HOME or ~/.local/state.
         """
@@ -349,7 +378,7 @@ def _said(error: ErrorDetails) -> str:
 
 
 def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
-    """Read the settings from flags (None means not given), the environment and a TOML file.
+    """Read the settings from flags, the environment and a TOML file. Flags that are None are ignored.
 
     Raise UsageError if a setting is invalid. The message names the setting and says what is wrong.
     """
@@ -363,5 +392,5 @@ def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
         return FromFile(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
         raise UsageError("; ".join(_said(entry) for entry in error.errors()[:3])) from error
-    except ValueError as error:  # TOML or JSON that cannot be parsed
+    except ValueError as error:  # the TOML or JSON cannot be parsed
         raise UsageError(f"settings {file or 'from the environment'}: {str(error).splitlines()[0]}") from error

@@ -1,16 +1,16 @@
-"""Refuse requests from pages of other sites, and add security headers to every response.
+"""Reject requests from other sites' pages, and add security headers to every response.
 
-Any page can make a browser send requests to this service. The browser may be inside a firewall, and adds the cookies of this
-service. Three headers distinguish such requests from those of our own pages and of programs:
+Any page can make a browser send requests to this service. The browser may be behind a firewall, and it attaches this service's
+cookies. Three headers distinguish such requests from those made by our own pages and by programs:
 
-- Host is the name in the URL of the request. Host names that an attacker owns and resolves to 127.0.0.1 (DNS rebinding) are
-refused.
-- Sec-Fetch-Site says how the page's site is related to ours. Pages cannot set this header. Browsers send it over HTTPS and to
-loopback addresses.
-- Origin is the site of the page. Browsers send it with every request that can change something.
+- Host is the host name in the request's URL. Host names that an attacker owns and makes resolve to 127.0.0.1 (DNS rebinding)
+  are rejected.
+- Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set this header. Browsers send it over HTTPS and to
+  loopback addresses.
+- Origin is the page's site. Browsers send this header with every request that can change something.
 
 Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. For methods that change something,
-the rule is the same as in Go's net/http.CrossOriginProtection. For methods that only read, it is the standard resource
+the rule is the same as in Go's net/http.CrossOriginProtection. For read-only methods, the rule is the standard resource
 isolation policy (web.dev/articles/fetch-metadata).
 """
 
@@ -25,9 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: Headers that are added to every response that does not set them itself. The referrer policy is not `no-referrer`, because
-#: browsers would then send `Origin: null` with our own forms, and over plain HTTP no other header distinguishes our forms from
-#: those of other sites.
+#: Headers added to every response that does not set them itself. The referrer policy is not `no-referrer`, because browsers
+#: would then send `Origin: null` with our own forms, and over plain HTTP no other header distinguishes our forms from forms on
+#: other sites.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
     "X-Frame-Options": "DENY",
@@ -37,14 +37,14 @@ HEADERS = {
 }
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Values of Sec-Fetch-Dest for a page that is opened by a link, and not loaded as a frame, object or image of another page.
+#: Values of Sec-Fetch-Dest for a page that is opened through a link, as opposed to a frame, object or image in another page.
 _OPENED = ("document", "")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
 
 class SecurityHeaders:
-    """ASGI middleware that adds HEADERS to every response, also to errors."""
+    """ASGI middleware that adds HEADERS to every response, including errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -61,13 +61,14 @@ class SecurityHeaders:
 
 
 class SameSiteGuard:
-    """ASGI middleware that refuses requests that browsers send for pages of other sites.
+    """ASGI middleware that rejects requests that browsers send on behalf of other sites' pages.
 
     Args:
-        allowed_hosts: host names of the service that are accepted. `*.example.org` accepts all names below example.org.
-            Loopback names are always accepted.
-        has_tokens: True if the service has tokens. All IP addresses are then accepted, and all names if `allowed_hosts` is
-            empty, because a page under an attacker's host name has no token and no cookie of this service.
+        allowed_hosts: host names to accept in requests. `*.example.org` accepts all subdomains of example.org. Loopback names
+            are always accepted.
+        has_tokens: True if the service requires tokens. All IP addresses are then accepted, and so are all names if
+            `allowed_hosts` is empty, because a page under an attacker's host name has neither a token nor a cookie for this
+            service.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
@@ -84,13 +85,13 @@ class SameSiteGuard:
 
     def _refused(self, method: str, headers: Headers) -> Problem | None:
         host = headers.get("host")
-        if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit it; browsers never do
+        if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit the Host header; browsers never do
             also = "an IP address, or a name" if self._has_tokens else "or a name"
-            next_step = f"use http://127.0.0.1 or localhost, {also} that the setting allowed_hosts lists"
+            next_step = f"use http://127.0.0.1 or localhost, {also} listed in the setting allowed_hosts"
             return Problem(403, "the service does not accept this host name", next_step)
         if is_from_elsewhere(method, headers):
             return Problem(
-                403, "the request was made by a page of another site", "open this service's own pages, or use a client"
+                403, "the request was made from a page of another site", "open this service's own pages, or use a client"
             )
         return None
 
@@ -105,15 +106,15 @@ class SameSiteGuard:
             if name == "localhost" or name.endswith(".localhost"):
                 return True
             return (self._has_tokens and not self._allowed) or any(_fits(name, allowed) for allowed in self._allowed)
-        # DNS rebinding needs a host name, so IP addresses are safe. Probes and Prometheus in a cluster use IP addresses.
+        # DNS rebinding needs a host name, so IP addresses are safe. Health probes and Prometheus in a cluster use IP addresses.
         return address.is_loopback or self._has_tokens or name in self._allowed
 
 
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
-    """Return whether the headers of a request show that a browser sent it for a page of another site.
+    """Return whether a request's headers show that a browser sent it on behalf of another site's page.
 
-    Links on other sites may open pages of this service. A request with neither Sec-Fetch-Site nor Origin was not sent for a
-    page of another site.
+    Links on other sites are allowed to open pages of this service. A request with neither Sec-Fetch-Site nor Origin was not
+    sent on behalf of another site's page.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if method in SAFE_METHODS:
@@ -126,9 +127,9 @@ def is_from_elsewhere(method: str, headers: Headers) -> bool:
 
 
 def is_of_own_page(headers: Headers) -> bool:
-    """Return whether a form was sent by a page of this service.
+    """Return whether a form was sent from a page of this service.
 
-    The header Sec-Fetch-Site decides, or Origin if there is no Sec-Fetch-Site.
+    The Sec-Fetch-Site header decides. If it is missing, the Origin header does.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:
@@ -137,10 +138,10 @@ def is_of_own_page(headers: Headers) -> bool:
 
 
 def _names(origin: str, headers: Headers) -> bool:
-    """Return whether an origin has the host and port of the request, as given by Host or by a proxy's X-Forwarded-Host.
+    """Return whether an origin matches the request's host and port, as given by Host or a proxy's X-Forwarded-Host.
 
-    Pages cannot make a browser send X-Forwarded-Host to another site, because browsers then send a preflight request first,
-    which this service never allows.
+    Pages cannot make a browser send X-Forwarded-Host to another site, because the browser would first send a preflight request,
+    which this service always rejects.
     """
     scheme, _, authority = origin.partition("://")
     if scheme not in _PORTS:
@@ -151,7 +152,7 @@ def _names(origin: str, headers: Headers) -> bool:
 
 
 def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """Return (host, port) of the authority part of a URL, or None if it is invalid."""
+    """Parse the authority part of a URL. Return (host, port), or None if it is invalid."""
     found = _HOST.fullmatch(authority)
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 

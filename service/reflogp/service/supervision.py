@@ -1,4 +1,4 @@
-"""Keep essential asyncio tasks of a service running. If a task fails, log the error and start the task again."""
+"""Keep a service's essential asyncio tasks running. If a task fails, log the error and restart the task."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a failed task is started again: _FIRST_PAUSE, doubled after each failure, at most _LONGEST_PAUSE. The pause is
-#: _FIRST_PAUSE again if the task ran for _QUIET seconds without a failure.
+#: Seconds before a failed task is restarted: _FIRST_PAUSE, doubled after each failure, up to _LONGEST_PAUSE. The pause is reset
+#: to _FIRST_PAUSE if the task ran for more than _QUIET seconds before it failed.
 _FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` until it returns without an exception. After an exception, log the exception and run `work` again.
+    """Run `work` until it returns without an exception. After each exception, log it and run `work` again.
 
     Args:
-        name: name of the task in the log.
+        name: name used for the task in the log.
     """
     pause = _FIRST_PAUSE
     while True:
@@ -27,7 +27,7 @@ async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
             await work()
             return
         except Exception:
-            logger.exception("%s failed and is started again", name)
+            logger.exception("%s failed and will be restarted", name)
         if time.monotonic() - began > _QUIET:
             pause = _FIRST_PAUSE
         await asyncio.sleep(pause)

@@ -1,8 +1,7 @@
 """Keep uploaded dataset files in one folder.
 
-Each file is named by its digest, so that a new upload does not disturb readers of the old file. The ledger maps names of
-uploads to files. Only one UploadFolder, in one process, may use the folder. All methods except `receive` and `receive_nameless`
-block.
+Each file is named after its digest, so that a new upload does not affect readers of the old file. The ledger maps upload names
+to files. Only one UploadFolder in one process may use the folder. All methods except `receive` and `receive_nameless` block.
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 
 _PARTIAL = ".partial-"
-#: Number of bytes that are collected in memory before they are written to the disk, outside the event loop.
+#: Number of bytes to collect in memory before they are written to disk, outside the event loop.
 _WRITE_BYTES = 256 << 10
-#: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep it open by
-#: sending a byte per minute.
+#: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep the upload open
+#: by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: A file that was received or resolved within this time is never deleted, because a job that names it may be recorded soon.
+#: Grace period after a file was received or resolved. During this time the file is not deleted, because a job that uses it may
+#: be about to be recorded.
 _GRACE = timedelta(minutes=10)
-_MAKE_ROOM = "delete unneeded uploads (DELETE /v1/uploads/NAME), and wait ten minutes"
+_MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME), and wait ten minutes"
 
 
 class UploadFolder:
-    """The folder of uploaded files, with their names.
+    """The folder of uploaded files, and the names of the uploads.
 
     Args:
-        folder: created if it does not exist. Partial files that a killed service left in it are deleted.
+        folder: path of the folder, which is created if it does not exist. Partial files left by a killed service are deleted.
         ledger: records the names of uploads.
         settings: limits on uploads.
         room: limits the total size of uploads and fetched datasets.
@@ -65,10 +65,11 @@ class UploadFolder:
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
         """Receive a file and record its name.
 
-        When this method returns, the file is on the disk. If the method raises an error, the name is unchanged.
+        When this method returns, the file is on disk. If the method raises an error, the name still refers to the previous
+        file, if any.
 
         Args:
-            name: name of the upload. Its suffix gives the format.
+            name: name of the upload. Its suffix determines the file's format.
             chunks: content of the file, as it arrives.
             declared_length: the request's Content-Length, or None.
 
@@ -76,8 +77,9 @@ class UploadFolder:
             The upload, and whether its name is new.
 
         Raises:
-            Problem: 400 if the content has another length than declared, 408 if it arrives too slowly, 413 if the file is too
-                long, 422 if the name is invalid or the file is empty, 507 if there is no room or there are too many uploads.
+            Problem: 400 if the content does not have the declared length, 408 if it arrives too slowly, 413 if the file is too
+                large, 422 if the name is invalid or the file is empty, 507 if there is not enough space or there are too many
+                uploads.
         """
         file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
@@ -85,17 +87,17 @@ class UploadFolder:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file without a name, for one job; return (file, sha256).
+        """Receive a file without a name, for a single job. Return (file, sha256).
 
-        The file is kept for ten minutes, and after that as long as a job needs it.
+        The file is kept for ten minutes, and after that for as long as a job needs it.
 
-        Raise Problem as `receive` does, except for errors of the name.
+        Raise the same Problems as `receive`, except those about the name.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Receive a file; return (file, sha256, size in bytes)."""
+        """Receive a file. Return (file, sha256, size in bytes)."""
         if declared_length is not None:
             self._check_length(declared_length)
             if not await to_thread.run_sync(self._room.fits, declared_length):
@@ -106,7 +108,7 @@ class UploadFolder:
         def keep() -> Path:
             nonlocal taken
             file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
-            taken = 0  # the bytes belong to the complete file now, also if the request is cancelled
+            taken = 0  # the bytes now belong to the complete file, even if the request is cancelled
             return file
 
         try:
@@ -125,7 +127,7 @@ class UploadFolder:
                     detail = f"the body is {differs} than its Content-Length of {declared_length:,} bytes"
                     raise Problem(400, detail, "send the file again")
                 if not size:
-                    raise Problem(422, "the file is empty", "send a file with rows")
+                    raise Problem(422, "the file is empty", "send a file that contains rows")
                 await to_thread.run_sync(_make_durable, file)
             finally:
                 file.close()
@@ -137,7 +139,7 @@ class UploadFolder:
         finally:
             self._room.give(taken)
             with suppress(FileNotFoundError):
-                partial.unlink()  # without await, because a client that has disconnected has cancelled this task
+                partial.unlink()  # no await here: if the client has disconnected, this task has been cancelled
 
     def list(self) -> list[Upload]:
         """Return all uploads, sorted by name."""
@@ -153,13 +155,13 @@ class UploadFolder:
     def delete(self, name: str) -> None:
         """Delete the name of an upload.
 
-        `collect` deletes the file when no job needs it. Raise Problem 404 if the name is unknown.
+        The file itself is deleted by `collect` once no job needs it. Raise Problem 404 if the name is unknown.
         """
         if not self._ledger.delete_upload(name):
             raise _unknown(name)
 
     def resolve(self, name: str) -> tuple[Path, str]:
-        """Return (file, sha256) of an upload, for a job.
+        """Return (file, sha256) of an upload, for use by a job.
 
         Raise Problem 404 if the name is unknown or its file does not exist.
         """
@@ -179,8 +181,8 @@ class UploadFolder:
 
         Return the number of deleted files.
 
-        A file is referenced if an upload or a job that is not done has this file. Files that were received or resolved in the
-        last ten minutes are never deleted.
+        A file is referenced if an upload uses it, or a job that has not completed (a failed or cancelled job can be retried).
+        Files that were received or resolved within the last ten minutes are never deleted.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
@@ -188,7 +190,7 @@ class UploadFolder:
             needed = {row["file"] for row in self._ledger.uploads()}
             needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
-                # another thread may delete a partial file at any time
+                # skip partial files, which another thread may delete at any time
                 if file.name in needed or file.name.startswith(_PARTIAL):
                     continue
                 about = file.stat()
@@ -199,7 +201,7 @@ class UploadFolder:
         return deleted
 
     async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Join chunks into larger blocks and yield the blocks. Raise Problem 408 if the chunks arrive too slowly."""
+        """Join chunks into larger blocks, and yield the blocks. Raise Problem 408 if the chunks arrive too slowly."""
         loop, patience = asyncio.get_running_loop(), self._settings.body_idle_seconds
         block, since = bytearray(), 0
         deadline = loop.time() + patience
@@ -209,7 +211,7 @@ class UploadFolder:
                     chunk = await anext(chunks, None)
             except TimeoutError:
                 raise Problem(
-                    408, f"less than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send the file again"
+                    408, f"fewer than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send the file again"
                 ) from None
             if chunk is None:
                 break
@@ -220,25 +222,25 @@ class UploadFolder:
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # the sender gets the time for writing to the disk in addition
+                deadline = loop.time() + patience  # do not count the time spent writing to disk against the sender
         if block:
             yield bytes(block)
 
     def _check_length(self, size: int) -> None:
         if size > self._settings.max_upload_bytes:
             raise Problem(
-                413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split or compress the file"
+                413, f"the file is larger than {self._settings.max_upload_bytes:,} bytes", "split or compress the file"
             )
 
     async def _take_room(self, size: int) -> None:
-        """Count bytes that have arrived against the quota. Raise Problem 507 if the quota is exceeded."""
+        """Count received bytes against the quota. Raise Problem 507 if the quota is exceeded."""
         if not self._room.take(size):
             await to_thread.run_sync(self._room.sweep)
             if not self._room.take(size):
                 raise self._no_room()
 
     def _no_room(self) -> Problem:
-        return Problem(507, "there is no room for the file", _MAKE_ROOM)
+        return Problem(507, "there is not enough space for the file", _MAKE_ROOM)
 
     def _keep(self, partial: Path, content_name: str, size: int) -> Path:
         """Rename a complete file to its final name."""
@@ -246,34 +248,34 @@ class UploadFolder:
         with self._lock:
             if file.exists():
                 self._room.give(size)
-            partial.replace(file)  # a file of this name has the same content, so its readers are not disturbed
+            partial.replace(file)  # an existing file with this name has the same content, so its readers are not affected
             os.utime(file)
             _sync_folder(self._folder)
         return file
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
-        """Record the file of a name in the ledger."""
+        """Record in the ledger which file an upload's name refers to."""
         with self._lock:
             created = self._ledger.upload(name) is None
             if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
-                raise Problem(507, f"there are {self._settings.max_uploads:,} uploads already", _MAKE_ROOM)
+                raise Problem(507, f"there are already {self._settings.max_uploads:,} uploads", _MAKE_ROOM)
             self._ledger.put_upload(name, content_name, size, sha256)
             return self.get(name), created
 
 
 def _suffix_of(name: str) -> str:
-    """Return the suffix of a name, which gives the format. Raise Problem 422 if the name is invalid."""
+    """Return the suffix of an upload's name, which determines the format. Raise Problem 422 if the name is invalid."""
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
         raise Problem(
             422,
-            "a name must have 1 to 200 of the characters A-Z a-z 0-9 . _ - and begin with a letter or a digit",
+            "a name must consist of 1 to 200 of the characters A-Z a-z 0-9 . _ - and start with a letter or digit",
             "use another name",
         )
     suffix = dataset_suffix(name)
     if suffix is None:
         raise Problem(
             422,
-            "the name has no suffix of a known format",
+            "the name does not end in the suffix of a known format",
             f"use a name that ends in {SUFFIXES_IN_WORDS}",
         )
     return suffix

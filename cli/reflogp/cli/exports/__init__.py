@@ -1,4 +1,4 @@
-"""Write joined preference pairs as the files that other training stacks read: one module for each stack."""
+"""Write joined preference pairs in the file formats of other training stacks. Each stack has its own module."""
 
 from reflogp.cli.exports.fairseq2 import write_fairseq2
 from reflogp.cli.exports.joined import JoinedPairs, read_pairs

@@ -1,4 +1,4 @@
-"""Write preference datasets for fairseq2, as JSON lines with reference scores, for training with `reference_model: null`.
+"""Write preference datasets with reference scores for fairseq2, as JSON lines, for training with `reference_model: null`.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
@@ -15,27 +15,27 @@ from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
 
-#: Fields that fairseq2 reads from every line (GenericPreferenceDataset.create_reader).
+#: Fields that fairseq2 reads from each line (GenericPreferenceDataset.create_reader).
 _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 
 
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
-    """Write each row's own fields, and the sums in nats as reference_score_chosen and reference_score_rejected.
+    """Write each row's own fields, and its sums in nats as reference_score_chosen and reference_score_rejected.
 
-    Raises UsageError for an output name that does not end in .jsonl, rows without the fields that fairseq2 reads, sums that may
-    leave out a completion's last tokens, or sums of 0, which fairseq2's reader treats as missing (`all(scores)` of a batch).
+    Raises UsageError if the output name does not end in .jsonl, if rows lack the fields that fairseq2 reads, if sums may
+    exclude a completion's last tokens, or if sums are 0, which fairseq2's reader treats as missing (`all(scores)` for a batch).
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")
     lacking = [name for name in _FIELDS if name not in pairs.own_columns]
     if lacking:
         kept = (
-            "a job's result keeps no column of the dataset: use `reflogp join`"
+            "a job's result does not contain the dataset's columns, so use `reflogp join`"
             if not pairs.own_columns
-            else "join rows that have these columns"
+            else "join a dataset that has the missing columns"
         )
         raise UsageError(f"{pairs.file} has no column {', '.join(lacking)}, which fairseq2 reads; {kept}")
-    pairs.refuse_truncated("fairseq2", "truncates nothing (it drops longer sequences)")
+    pairs.refuse_truncated("fairseq2", "does not truncate sequences (it drops those that are too long)")
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
         raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 treats as missing: {named_rows(np.flatnonzero(zero))}")

@@ -1,6 +1,6 @@
-"""Read preference pairs with reference log-probs from a file of `reflogp join` or of a job's result.
+"""Read preference pairs with reference log-probs from a file written by `reflogp join`, or from a job's result.
 
-Every export needs a finite value for every row of the dataset, in the dataset's order; this module checks both conditions.
+Every export needs a finite value for each row of the dataset, in dataset order. This module checks both conditions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SETTINGS = ("reference_id", "reference_dtype", "snapshot", "max_length", "trunc
 
 @dataclass(frozen=True)
 class JoinedPairs:
-    """All n pairs of a dataset, each with values, in the dataset's order.
+    """All n pairs of a dataset with their values, in dataset order.
 
     Attributes:
-        file: the file from which the pairs were read.
-        reference_id, reference_dtype, snapshot: the reference and snapshot of the values.
-        max_length, truncation_mode: the settings of the join.
+        file: file that the pairs were read from.
+        reference_id, reference_dtype, snapshot: the reference and snapshot that the values come from.
+        max_length, truncation_mode: settings that the pairs were joined with.
         chosen_logps, rejected_logps: sums over the completion's tokens in nats, float32 (n,), finite.
         chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 (n,).
-        own_columns: the columns of the dataset itself; empty for a job's result.
+        own_columns: names of the dataset's own columns; empty for a job's result.
     """
 
     file: Path
@@ -56,16 +56,16 @@ class JoinedPairs:
         return len(self.chosen_logps)
 
     def own_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the dataset's own columns, reading the file in batches."""
+        """Yield each row with only the dataset's own columns. The file is read in batches."""
         with _as_usage_error(self.file):
             for batch in pq.ParquetFile(self.file).iter_batches(columns=list(self.own_columns)):
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if sums may leave out a completion's last tokens."""
+        """Raise UsageError if the sums may exclude a completion's last tokens."""
         if self.max_length is not None:
             raise UsageError(
-                f"{self.file} was joined under max_length {self.max_length}, and {stack} {why}: join it without --max-length"
+                f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join it without --max-length"
             )
 
 
@@ -73,9 +73,9 @@ def read_pairs(file: Path) -> JoinedPairs:
     """Read a joined file, or a job's result.
 
     Raises:
-        RowsWithoutValuesError: rows of the dataset have no values; the error names them.
-        UsageError: the file does not exist, has no values of pairs, has values that are not plain sums or not finite, or has
-            rows out of order.
+        RowsWithoutValuesError: some rows of the dataset have no values. The error lists these rows.
+        UsageError: the file does not exist, has no values for pairs, has values that are not plain sums or are not finite, or
+            its rows are out of order.
     """
     try:
         opened = pq.ParquetFile(file)
@@ -89,25 +89,27 @@ def read_pairs(file: Path) -> JoinedPairs:
     except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{file} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
-        raise UsageError(f"{file} has KTO rows; exports need preference pairs: join rows with prompt, chosen and rejected")
+        raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join rows with prompt, chosen and rejected")
     is_result = ROW_COLUMN not in names and "error" in names
     row_column = "row" if is_result else ROW_COLUMN
     needed = (*_LOGPS, *_TOKENS, row_column)
     lacking = [name for name in needed if name not in names] or (["number of rows"] if expected is None else [])
     if lacking:
-        raise UsageError(f"{file} has no {', '.join(lacking)}: write it again with this version of reflogp")
+        raise UsageError(f"{file} has no {', '.join(lacking)}; write it again with this version of reflogp")
     if ld_alpha is not None:
-        raise UsageError(f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums: join without it")
+        raise UsageError(
+            f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums; join it again without ld_alpha"
+        )
     with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])
     rows = table[row_column].to_numpy()
     if not (np.diff(rows) > 0).all():
-        raise UsageError(f"the rows of {file} are not in the dataset's order, or some are repeated: run `reflogp join` again")
+        raise UsageError(f"the rows of {file} are not in dataset order, or some are repeated; run `reflogp join` again")
     _refuse_rows_without_values(file, table, rows, expected)
     chosen, rejected = (np.asarray(table[name].to_numpy(), np.float32) for name in _LOGPS)
     bad = ~(np.isfinite(chosen) & np.isfinite(rejected))
     if bad.any():
-        raise UsageError(f"{file} has values that are not finite, in {named_rows(rows[bad])}: join it again")
+        raise UsageError(f"{file} has values that are not finite, in {named_rows(rows[bad])}; join it again")
     added = {*needed, *_KEYS, *(["error"] if is_result else [])}
     return JoinedPairs(
         file,
@@ -129,7 +131,7 @@ def _as_usage_error(file: Path) -> Iterator[None]:
 
 
 def _refuse_rows_without_values(file: Path, table: pa.Table, rows: npt.NDArray[np.int64], expected: int) -> None:
-    """Raise RowsWithoutValuesError if rows are null (in a job's result) or left out (of a joined file)."""
+    """Raise RowsWithoutValuesError if rows are null (in a job's result) or missing (from a joined file)."""
     null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
     reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
     if "error" in table.column_names:

@@ -1,7 +1,8 @@
-"""Write Megatron-Bridge's artifact of offline reference log-probs: ref_logprobs.jsonl and scoring_metadata.json in a folder.
+"""Write Megatron-Bridge's offline reference log-prob artifact: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
-The files have the format of NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
-data/datasets/preference.py. The caller passes the training run's fingerprint, because the run's config is not read here.
+The format is defined in NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py and
+data/datasets/preference.py. The caller passes the training run's fingerprint, because this module does not read the run's
+config.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from reflogp.store.files import write_atomically
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
-#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The other fields are null if they are
+#: Fields of ScoringFingerprint in preference.py (at commit 0eca073e) that are never null. All other fields are null if they are
 #: not given.
 _REQUIRED = (
     "dataset",
@@ -30,20 +31,23 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact with pair_id 0 to n-1: sums in nats and token counts of both completions.
+    """Write an artifact with pair_id 0 to n-1.
 
-    The metadata has the fingerprint's fields, num_pairs, and under `reflogp` the reference and snapshot of the values. The
-    trainer compares the fingerprint's fields and ignores the rest. The trainer refuses a folder without metadata. So the old
-    metadata is deleted first and the new metadata is written last, and the folder of an interrupted export is refused.
+    Each record contains the log-prob sum (in nats) and the token count of each completion.
+
+    The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
+    The trainer compares the fingerprint's fields and ignores the other entries. The trainer rejects a folder without metadata.
+    To make sure that it rejects the folder of an interrupted export, the old metadata is deleted first and the new metadata is
+    written last.
 
     Args:
         pairs: the pairs to write.
-        folder: the artifact's folder.
-        fingerprint: the fields that the training run expects, which are those of `expected_scoring_metadata(config)`
+        folder: the artifact folder.
+        fingerprint: the fields that the training run expects, as returned by `expected_scoring_metadata(config)`
             (training/dpo_train.py).
 
-    Raises UsageError for a fingerprint that lacks fields or has another number of pairs, and for sums that may leave out a
-    completion's last tokens.
+    Raises UsageError if the fingerprint lacks fields or has a different number of pairs, or if sums may exclude a completion's
+    last tokens.
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:
@@ -51,8 +55,8 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
             f"the metadata lacks {', '.join(lacking)}, which Megatron-Bridge compares with the training run's metadata"
         )
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
-        raise UsageError(f"the metadata is of {fingerprint['num_pairs']} pairs, but {pairs.file} has {len(pairs)}")
-    pairs.refuse_truncated("Megatron-Bridge", "truncates nothing (it gives longer pairs no loss)")
+        raise UsageError(f"the metadata is for {fingerprint['num_pairs']} pairs, but {pairs.file} has {len(pairs)}")
+    pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (pairs that are too long get no loss)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}
     logprobs_file, metadata_file = folder / LOGPROBS_FILE, folder / METADATA_FILE

@@ -1,7 +1,7 @@
-"""Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of scoring.
+"""Write open-instruct's reference log-prob cache: a .pt file that its DPO trainers load instead of scoring.
 
-The format is that of allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache in
-dpo_utils.py. The file's name is a hash of open-instruct's config, which the caller passes.
+The format is defined in allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache
+in dpo_utils.py. The file's name is a hash of open-instruct's config, which the caller passes.
 """
 
 from __future__ import annotations
@@ -18,34 +18,40 @@ from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
 
-#: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
+#: open-instruct's losses that use a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]
 
-#: Form of the result of compute_reference_cache_hash in dpo_utils.py, which is the first 16 digits of a sha256.
+#: Pattern of the value returned by compute_reference_cache_hash in dpo_utils.py: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
-    """Write `<folder>/<cache_hash>.pt`: {"chosen_logps", "rejected_logps"}, float32 (n,), in the order of the dataset's index.
+    """Write `<folder>/<cache_hash>.pt`: {"chosen_logps", "rejected_logps"}, float32 (n,), ordered by the dataset's index.
 
     The values are sums for dpo and wpo, and means over the completion's tokens for dpo_norm; see DPOLossType.is_average_loss.
 
     Args:
         pairs: the pairs to write.
         folder: open-instruct's REFERENCE_LOGPROBS_CACHE_PATH.
-        cache_hash: the name of this run's cache in open-instruct's own log.
+        cache_hash: name of this run's cache, as it appears in open-instruct's log.
         loss_type: the run's loss.
 
     Raises:
-        UsageError: the hash is invalid, the values were joined under keep_end, or a completion without tokens has no mean.
+        UsageError: the hash is invalid, the values were joined with keep_end, or the mean of a completion without tokens is
+            needed.
         ImportError: torch is not installed.
     """
     import torch
 
     if not _HASH.fullmatch(cache_hash):
-        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log has the hash")
+        raise UsageError(
+            f"--hash {cache_hash}: open-instruct's hashes have 16 digits from 0-9 and a-f; look for the hash in "
+            "open-instruct's log"
+        )
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
-        raise UsageError(f"{pairs.file} was joined under {pairs.truncation_mode}, but open-instruct keeps a sequence's start")
+        raise UsageError(
+            f"{pairs.file} was joined with {pairs.truncation_mode}, but open-instruct keeps the start of each sequence"
+        )
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
     tensors = {
         f"{side}_logps": torch.tensor(_means(pairs, logps, tokens) if loss_type == "dpo_norm" else logps)

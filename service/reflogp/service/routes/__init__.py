@@ -1,1 +1,1 @@
-"""Define the routes of the service. Routes read requests and write responses; other modules of the service do the work."""
+"""The HTTP routes of the service. The routes parse requests and build responses; other modules of the service do the work."""

@@ -21,17 +21,17 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="ok in responses of /healthz, ready in responses of /readyz.")
+    status: str = Field(description="ok in the response to /healthz, ready in the response to /readyz.")
     version: str = Field(description="Version of reflogp.")
 
 
 def health_router(context: Context, pool: Pool) -> APIRouter:
-    """Return the routes of health, readiness and metrics."""
+    """Return the routes for health, readiness and metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz", summary="Check that the process responds", response_description="The process responds.")
     async def healthz() -> Health:
-        """Return 200 while the process responds."""
+        """Return 200 as long as the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
     @router.get(
@@ -41,10 +41,10 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         responses=documented(503),
     )
     async def readyz() -> Health:
-        """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
+        """Return 200 if the store can be read, the job ledger can be written, and a worker responds.
 
-        While workers start, the status is 503, and the response says so. A service without reference models needs no worker to
-        be ready.
+        While workers are starting, return 503 with an explanation. A service without reference models is ready without a
+        worker.
         """
         try:
             await to_thread.run_sync(context.registry.list)
@@ -55,7 +55,10 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
             raise trouble
         if pool.workers and not any(worker.answering for worker in pool.workers):
             raise Problem(
-                503, _why_not(pool.workers), "wait, or ask an administrator to read the service's log", {"Retry-After": "5"}
+                503,
+                _why_not(pool.workers),
+                "try again later, or ask an administrator to check the service's log",
+                {"Retry-After": "5"},
             )
         return Health(status="ready", version=version("reflogp"))
 
@@ -64,11 +67,11 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         dependencies=[Depends(requires("read", context.settings.tokens))],
         summary="Return metrics",
         response_class=PlainTextResponse,
-        response_description="The metrics in Prometheus' text format.",
+        response_description="The metrics in the Prometheus text format.",
         responses=documented(401, 403),
     )
     async def metrics() -> Response:
-        """Return metrics of jobs, sequences, tokens, the queue, latencies, workers, the ledger and memory."""
+        """Return metrics about jobs, sequences, tokens, the queue, latencies, workers, the job ledger and memory."""
         jobs = None
         with suppress(LedgerError):
             jobs = await to_thread.run_sync(context.ledger.counts)
@@ -84,7 +87,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
 
 def _why_not(workers: list[WorkerHandle]) -> str:
-    """Return a text that says why no worker responds."""
+    """Return an explanation of why no worker responds."""
     if all(worker.broken for worker in workers):
         return f"no worker can be started: {workers[0].last_error or 'see the log'}"
     silent = [worker for worker in workers if worker.late]

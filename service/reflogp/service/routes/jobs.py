@@ -21,7 +21,7 @@ from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
 from reflogp.store.windows import TruncationMode
 
-#: Media type -> file suffix, for datasets that are sent as the body of a submission.
+#: Media type -> file suffix, for datasets sent as the request body when a job is submitted.
 DATASET_TYPES = {
     "application/x-ndjson": ".jsonl",
     "application/jsonl": ".jsonl",
@@ -31,17 +31,17 @@ DATASET_TYPES = {
 }
 _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
-#: Number of jobs that are read from the ledger at once, and bytes of JSON after which a page ends.
+#: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: Bytes of memory that each job of a page needs while it is read, validated and written, and the maximum for a page.
+#: Bytes of memory needed for each job on a page while it is read, validated and written, and the maximum for the whole page.
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
-#: Bytes of memory that a report needs while it is read, validated and written.
+#: Bytes of memory needed for a report while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
-_JobId = Annotated[str, Path(description="Id of a job, from the response to its submission.")]
+_JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
 def jobs_router(context: Context) -> APIRouter:
-    """Return the routes of precompute jobs."""
+    """Return the routes for precompute jobs."""
     router = APIRouter(tags=["jobs"])
     settings, precompute, ledger = context.settings, context.precompute, context.ledger
     reader = Depends(requires("read", settings.tokens))
@@ -52,10 +52,10 @@ def jobs_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Submit a job",
         response_model=Job,
-        response_description="The queued job. The header `Location` contains the path of the job.",
+        response_description="The queued job. The `Location` header contains the path of the job.",
         responses={
             **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
-            200: {"model": Job, "description": "The job, which was submitted before."},
+            200: {"model": Job, "description": "The existing job, which was submitted earlier."},
         },
         openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
     )
@@ -65,25 +65,28 @@ def jobs_router(context: Context) -> APIRouter:
         query: Annotated[JobSettings | None, Depends(_settings_of_query)],
         who: str = scorer,
         idempotency_key: Annotated[
-            str | None, Header(max_length=200, description="Key that identifies the job instead of its content.")
+            str | None,
+            Header(max_length=200, description="Key that identifies the job. By default, a job is identified by its content."),
         ] = None,
     ) -> Job:
-        """Submit a job. If the same job was submitted before, return the existing job.
+        """Submit a job, or return the existing job if the same job was submitted before.
 
-        Two submissions are the same job if the same token sent them with the same Idempotency-Key. Without a key, they are the
-        same job if they have the same reference and tokenizer, the same dataset (its bytes, or its URI; also its path if the
-        job names one), and the same settings except priority and title. A failed or cancelled job is queued again. The body is
-        JSON that names a dataset, or the dataset itself with the settings in the query.
+        Two submissions with the same token and the same Idempotency-Key are the same job. Without a key, two submissions are
+        the same job if they have the same reference and tokenizer, the same dataset (compared by its bytes or its URI, and also
+        by its path if the job names one), and the same settings other than priority and title. If the existing job has failed
+        or was cancelled, it is queued again.
+
+        The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
             if query is None:
-                raise Problem(404, "the query names no reference", "add ?reference=NAME")
+                raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
-            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # this name is only shown; no upload has it
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for display only; there is no upload with this name
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
@@ -105,13 +108,13 @@ def jobs_router(context: Context) -> APIRouter:
         request: Request,
         state: Annotated[JobState | None, Query(description="List only jobs in this state.")] = None,
         before: Annotated[
-            str | None, Query(max_length=64, description="Id of a job. List only jobs that are older than this job.")
+            str | None, Query(max_length=64, description="List only jobs older than the job with this id.")
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs on a page.")] = 50,
     ) -> Response:
         """List jobs, newest first.
 
-        A page may have fewer jobs than `limit` if their JSON is long. `next_before` gives the next page.
+        A page may have fewer than `limit` jobs if their JSON is long. To get the next page, pass `next_before` as `before`.
         """
         await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
@@ -132,14 +135,14 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="Follow a job",
         response_class=StreamingResponse,
-        response_description="Server-sent events until the job has ended.",
+        response_description="Server-sent events, until the job has ended.",
         responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
     )
     async def events(job_id: _JobId, request: Request) -> Response:
-        """Stream the state of a job as server-sent events: its current state, and its state after every change.
+        """Stream the state of a job as server-sent events: first its current state, then its state after each change.
 
-        The event is named `job` while the job is queued or running, and `end` when it has reached its final state. A slow
-        reader may miss intermediate changes, but never the last event.
+        Events are named `job` while the job is queued or running. The last event, with the job's final state, is named `end`. A
+        slow reader may miss intermediate events, but never the last one.
         """
         await precompute.get(job_id)
 
@@ -159,11 +162,15 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         status_code=202,
         summary="Cancel a job",
-        response_description="The job, which is cancelled or will be soon.",
+        response_description="The job, which has been cancelled or is about to be.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
-        """Cancel a job. A queued job ends at once, a running job within one forward pass. Computed values stay in the store."""
+        """Cancel a job.
+
+        A queued job ends at once; a running job ends within one forward pass. Values that were already computed stay in the
+        store.
+        """
         job = await precompute.cancel(job_id)
         return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
@@ -171,7 +178,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}/retry",
         status_code=202,
         summary="Retry a job",
-        response_description="The job, which is in the queue again.",
+        response_description="The job, which has been queued again.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -188,13 +195,13 @@ def jobs_router(context: Context) -> APIRouter:
         responses={
             **documented(401, 403, 404, 409, 422, 503),
             200: {"content": {_PARQUET: {}}},
-            206: {"content": {_PARQUET: {}}, "description": "The part of the file that the header `Range` requests."},
+            206: {"content": {_PARQUET: {}}, "description": "The part of the file requested by the `Range` header."},
         },
     )
     async def result(job_id: _JobId) -> Response:
-        """Return the values of a done job in dataset order, as Parquet.
+        """Return a completed job's values in dataset order, as a Parquet file.
 
-        The columns are row, error and, for each completion, its key, log-prob sum and token count.
+        The columns are `row`, `error` and, for each completion, its key, log-prob sum and token count.
         """
         await _require_done(job_id)
         file = precompute.result(job_id)
@@ -210,12 +217,12 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 409, 413, 422, 503),
     )
     async def report(job_id: _JobId, request: Request) -> Report:
-        """Show the report about the values of a done job: histograms, outliers and bad rows."""
+        """Show the report on a completed job's values: histograms, outliers and bad rows."""
         await _require_done(job_id)
         await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
         if found is None:
-            raise Problem(404, "the job has no report", "submit the dataset again with another Idempotency-Key")
+            raise Problem(404, "the job has no report", "submit the dataset again with a different Idempotency-Key")
         return found
 
     async def _require_done(job_id: str) -> None:
@@ -228,7 +235,7 @@ def jobs_router(context: Context) -> APIRouter:
 
 
 def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
-    """Return a page of jobs as JSON. Jobs are read in small steps until the page has `limit` jobs or _PAGE_BYTES."""
+    """Return a page of jobs as JSON. Read jobs in small batches until the page has `limit` jobs or _PAGE_BYTES."""
     jobs: list[str] = []
     size = 0
     while True:
@@ -248,7 +255,7 @@ def _settings_of_query(
         Query(
             min_length=1,
             max_length=200,
-            description="The setting of the same name in a JSON body. Used if the body is the dataset.",
+            description="Same as the field with this name in a JSON body. Used only if the body is the dataset.",
         ),
     ] = None,
     format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
@@ -258,7 +265,7 @@ def _settings_of_query(
     priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
     title: Annotated[str, Query(max_length=200, description="As above.")] = "",
 ) -> JobSettings | None:
-    """Return the settings in the query, for a body that is the dataset itself, or None if the query names no reference."""
+    """Return the settings from the query string, or None if it names no reference. Used if the body is the dataset itself."""
     if reference is None:
         return None
     return JobSettings.model_validate(

@@ -1,4 +1,4 @@
-"""Serve /v1/references and /v1/lookup: list references, and look keys up in the store."""
+"""Serve /v1/references and /v1/lookup: list references, and look up keys in the store."""
 
 from __future__ import annotations
 
@@ -36,65 +36,65 @@ from reflogp.store.shard import READ_BYTES
 from reflogp.store.snapshot import Found, answer_messages, answer_parts, answer_table
 from reflogp.store.texts import hide_secrets
 
-#: The token values of one batch of a response have at most _BATCH_BYTES, and at most the memory of all requests divided by
-#: _BATCH_PART. For each batch, the row groups that contain its keys are read. With larger batches less is read in total, but
-#: more memory is needed.
+#: The token values in one batch of a response take at most _BATCH_BYTES, and at most 1/_BATCH_PART of the memory for all
+#: requests. For each batch, the row groups that contain its keys are read. Larger batches reduce the amount read in total, but
+#: need more memory.
 _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
-#: Bytes of memory for each byte of keys: one for the body, and one for a copy if the keys came in several batches.
+#: Bytes of memory for each byte of keys: one for the body, and one for a copy in case the keys arrive in several batches.
 _KEYS_COST = 2
-#: Bytes that are reserved for each request in addition, for decoding, the schema and a piece of the response.
+#: Additional bytes reserved for each request: for decoding, for the schema and for a piece of the response.
 _MARGIN_BYTES = 64 << 10
-#: The most token values in a JSON response, and bytes of memory for each: a Python number, its place in a list, about 20
-#: characters.
+#: Maximum number of token values in a JSON response, and bytes of memory for each: a Python number, its list entry, and about
+#: 20 characters of JSON.
 _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
 class ReferenceInfo(BaseModel):
-    """A reference of the service's settings or of its store."""
+    """A reference that is named in the service's settings or has values in its store."""
 
-    name: str | None = Field(description="Name in the service's settings. None if only the store has the reference.")
+    name: str | None = Field(description="Name in the service's settings, or null if the reference is only in the store.")
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    model: str = Field(description="Name of the model's folder, or hub id, with which the reference was first described.")
-    dtype: str = Field(description="Dtype in which the model computes.")
-    lm_head_dtype: str = Field(description="Dtype in which the logits are computed.")
-    snapshot: int | None = Field(description="Number of the latest snapshot; None if nothing has been scored.")
-    sequences: int = Field(description="Number of rows in that snapshot.")
+    model: str = Field(description="Folder name or hub id of the model, as given when the reference was first described.")
+    dtype: str = Field(description="Compute dtype of the model.")
+    lm_head_dtype: str = Field(description="Dtype used to compute the logits.")
+    snapshot: int | None = Field(description="Number of the latest snapshot, or null if nothing has been scored.")
+    sequences: int = Field(description="Number of rows in the latest snapshot.")
 
 
 class References(BaseModel):
-    """All references of the service and its store."""
+    """All references in the service's settings and in its store."""
 
     store: str = Field(description="URI of the store.")
     references: list[ReferenceInfo] = Field(description="Sorted by id.")
 
 
 class LookupRequest(BaseModel):
-    """Keys to look up. JSON is meant for small requests that people write; programs send an Arrow stream."""
+    """Keys to look up. JSON is meant for small, hand-written requests; programs should send an Arrow stream."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
     keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
-        max_length=10_000, description="Keys of 32 hex digits each."
+        max_length=10_000, description="Keys as strings of 32 hex digits."
     )
     values: bool = Field(False, description="Return token_logps too.")
 
 
 class LookupAnswer(BaseModel):
-    """The stored values, with one entry per key in the order of the request.
+    """The stored values, with one entry per key, in the order of the request.
 
-    Entries are null for keys that the snapshot lacks.
+    If a key is not in the snapshot, its entries are null.
     """
 
     reference_id: str = Field(description="Id of the reference whose values are returned.")
-    snapshot: int = Field(description="Number of the snapshot that was read.")
-    scored_len: list[int | None] = Field(description="Number of stored values of each key.")
-    logp_sum: list[float | None] = Field(description="Sum of the values of each key, in nats.")
+    snapshot: int = Field(description="Number of the snapshot that the values were read from.")
+    scored_len: list[int | None] = Field(description="Number of stored values for each key.")
+    logp_sum: list[float | None] = Field(description="Sum of each key's values, in nats.")
     token_logps: list[list[float] | None] | None = Field(
-        None, description="Values of each key in nats, or None if they were not requested."
+        None, description="Each key's values in nats, or null if they were not requested."
     )
 
 
 def lookups_router(context: Context) -> APIRouter:
-    """Return the routes that list references and look keys up."""
+    """Return the routes that list references and look up keys."""
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
     settings, registry = context.settings, context.registry
 
@@ -102,11 +102,11 @@ def lookups_router(context: Context) -> APIRouter:
         "/v1/references",
         tags=["references"],
         summary="List references",
-        response_description="All references, sorted by id.",
+        response_description="All references, sorted by reference id.",
         responses=documented(401, 403, 503),
     )
     async def references() -> References:
-        """List all references whose values can be looked up: those with a name in the settings, and all others in the store."""
+        """List all references that can be looked up: those named in the settings, and any others in the store."""
 
         def described() -> list[ReferenceInfo]:
             return [
@@ -125,20 +125,20 @@ def lookups_router(context: Context) -> APIRouter:
         return References(store=hide_secrets(registry.store.uri), references=await to_thread.run_sync(described))
 
     def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
-        """Look keys up. Raise Problem 413 if `values` is set and their values take more than `most` bytes."""
+        """Look keys up. If `values` is set and the keys' values take more than `most` bytes, raise Problem 413."""
         found = snapshot.find(keys)
         if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
-            raise Problem(413, f"the values of these keys have more than {most:,} bytes", "look up fewer keys in one request")
+            raise Problem(413, f"the values of these keys take more than {most:,} bytes", "look up fewer keys in one request")
         missing = int((found.lengths < 0).sum())
         context.metrics.lookup_keys.labels("no").inc(missing)
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the number of bytes to reserve if token values are read too.
+        """Return the number of bytes to reserve when token values are also read.
 
-        Row groups are always read completely. If reading needs more memory than one request may reserve, the request reserves
-        the maximum.
+        Row groups are always read as a whole. If that needs more memory than one request may reserve, the request reserves the
+        maximum.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
@@ -155,15 +155,15 @@ def lookups_router(context: Context) -> APIRouter:
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id.")],
         snapshot: Annotated[
-            int | None, Query(ge=0, le=2**53, description="Number of a snapshot. Default: the latest snapshot.")
+            int | None, Query(ge=0, le=2**53, description="Number of the snapshot to read. Default: the latest.")
         ] = None,
-        values: Annotated[bool, Query(description="Whether an Arrow response has token_logps too.")] = False,
+        values: Annotated[bool, Query(description="Whether an Arrow response also contains token_logps.")] = False,
     ) -> Any:
         """Look up keys in the store.
 
-        For an Arrow stream with the column `key`, the response is an Arrow stream with the columns `scored_len`, `logp_sum`
-        and, if `values` is set, `token_logps`. The metadata of its schema contains reference_id and snapshot. For a JSON
-        request, the response is JSON.
+        If the request body is an Arrow stream with the column `key`, the response is an Arrow stream with the columns
+        `scored_len`, `logp_sum` and, if `values` is set, `token_logps`. The response's schema metadata contains reference_id
+        and snapshot. If the request body is JSON, so is the response.
         """
         kind = require_type(request, JSON, ARROW_STREAM)
         reservation = reservation_of(request)
@@ -205,10 +205,10 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
 
 
 async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
-    """Return a response that is an Arrow stream. The batches are made while the response is sent.
+    """Return a response that streams Arrow batches.
 
-    The first batch is made before the status is sent, so that an unreadable store leads to an error status and not to half a
-    response.
+    Batches are created while the response is being sent. The first batch is created before the status is sent, so that an
+    unreadable store results in an error status rather than in a truncated response.
     """
     first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
 

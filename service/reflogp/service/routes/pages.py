@@ -1,6 +1,6 @@
-"""Serve the web pages: list of jobs, single job, references, store, API documentation and sign-in.
+"""Serve the web pages: the list of jobs, a page for each job, references, the store, API documentation and sign-in.
 
-Pages are rendered on the server. A script in the browser only updates the pages.
+Pages are rendered on the server. In the browser, a script only updates the pages that are shown.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from reflogp.store.commands import repair_command
 from reflogp.store.texts import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
-#: Number of jobs on one page, and maximum size in bytes of a sign-in form.
+#: Number of jobs per page, and maximum size of a sign-in form in bytes.
 _JOBS, _FORM_BYTES = 50, 16 << 10
-#: Headers of every page, in addition to the headers that `sites` adds to every response.
+#: Headers of every page, in addition to those that the module `sites` adds to every response.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
@@ -45,14 +45,14 @@ _HEADERS = {
 _FOLDER = "reflogp.service.pages"
 _MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-#: Type of functions that respond to a request. The string is the caller's name.
+#: Type of a function that responds to a request from the caller with the given name.
 _Handler = Callable[[Request, str], Awaitable[Response]]
 
 
 def pages_router(context: Context) -> APIRouter:
-    """Return the routes of all pages.
+    """Return the routes for all pages.
 
-    If the settings have tokens, pages require a session cookie, except /docs, /signin, /signout and /static.
+    If the settings contain tokens, all pages except /docs, /signin, /signout and /static require a session cookie.
     """
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
@@ -117,7 +117,7 @@ class _Pages:
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Return a route that checks the session, shows errors as pages and sets headers.
 
-        With the scope None, no session is required.
+        If the scope is None, no session is required.
         """
 
         async def answer(request: Request) -> Response:
@@ -152,7 +152,7 @@ class _Pages:
         job_id = request.path_params["job_id"]
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
-            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted")
+            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted automatically")
         report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
         return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
 
@@ -187,7 +187,7 @@ class _Pages:
         form = parse_qs(body.decode("utf-8", "replace"))
         token, target = form.get("token", [""])[0].strip(), _local(form.get("next", [""])[0])
         if self._tokens and entry_of(token, self._tokens) is None:
-            wrong = "This service does not know that token. Check that you pasted the whole token."
+            wrong = "That token is not valid for this service. Check that you pasted the whole token."
             return self._page("signin.html", "", HTTPStatus.UNAUTHORIZED, next=target, wrong=wrong)
         response = RedirectResponse(target, HTTPStatus.SEE_OTHER)
         if self._tokens:
@@ -212,7 +212,7 @@ class _Pages:
     async def static(self, request: Request) -> Response:
         """Return a static file of the package.
 
-        The URL contains a digest of the file's content, so browsers may cache the file.
+        Browsers may cache the file, because its URL contains a digest of its content.
         """
         name = request.path_params["name"]
         if name not in self._files:
@@ -223,7 +223,7 @@ class _Pages:
     async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
         if request.method == "POST" and not is_of_own_page(request.headers):
             raise Problem(
-                403, "the form was sent by a page of another site", "open the page of this service and use the form there"
+                403, "the form was sent from a page of another site", "open this service's own page and use the form there"
             )
         if not self._tokens:
             return await handler(request, "loopback")
@@ -266,15 +266,15 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Return a value for a template.
+    """Prepare a value for a template.
 
-    From text, remove control characters and invisible characters except line ends and tabs.
+    In text, remove control characters and invisible characters, except for line ends and tabs.
     """
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 
 
 def _local(target: str) -> str:
-    """Return `target` if it is a path of this service, else the path of the page with all jobs.
+    """Return `target` if it is a path on this service; otherwise return the path of the list of jobs.
 
     Browsers treat a backslash as a slash, ignore tabs and line ends, and treat //host as a URL of another site.
     """

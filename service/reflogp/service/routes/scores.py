@@ -31,26 +31,26 @@ from reflogp.service.worker.protocol import SEQUENCES
 from reflogp.store.schema import ARROW_STREAM, one_array
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
-#: The status that nginx logs for a caller that has disconnected. It appears only in the metrics.
+#: Status that nginx logs when a caller has disconnected. Here it is used only in metrics.
 _CLIENT_GONE = 499
 #: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
 _DECODED_AT_ONCE = 1 << 20
-#: Bytes of memory that an Arrow request needs: for each byte of its body while the body is decoded, for each value (a token id
-#: or an entry of a mask) while it is scored, and a constant. A value is held in a table, in the frame for the worker, in the
-#: pipe, and in a copy of the frame in case the worker dies. After that, each value of the response is held as many times.
+#: Memory in bytes that an Arrow request needs: per byte of its body while the body is decoded, per value (a token id or a mask
+#: entry) while the request is scored, and a constant. Each value is stored four times: in a table, in the frame for the worker,
+#: in the pipe, and in a copy of the frame in case the worker dies. Later, each value of the response is stored as many times.
 _BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 
 class SequenceBody(BaseModel):
-    """Token ids of a prompt and of the completion that is scored."""
+    """Token ids of a prompt and of the completion to score."""
 
     model_config = ConfigDict(extra="forbid")
-    prompt_ids: _TokenIds = Field(description="Token ids of the prompt, for which no log-probs are computed.")
-    completion_ids: _TokenIds = Field(description="Token ids of the completion. Each of them gets a log-prob.")
+    prompt_ids: _TokenIds = Field(description="Token ids of the prompt. No log-probs are computed for them.")
+    completion_ids: _TokenIds = Field(description="Token ids of the completion. A log-prob is computed for each of them.")
 
 
 class ScoreRequest(BaseModel):
-    """Sequences to score. JSON is meant for small requests that people write; programs send an Arrow stream."""
+    """Sequences to score. JSON is meant for small, hand-written requests; programs should send an Arrow stream."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -62,23 +62,24 @@ class ScoreRequest(BaseModel):
 
 
 class ScoreAnswer(BaseModel):
-    """The computed values, with one entry per sequence in the order of the request.
+    """The computed values, with one entry per sequence, in the order of the request.
 
-    The values of a sequence with an error are null.
+    If a sequence has an error, its values are null.
     """
 
     reference_id: str = Field(description="Id of the reference whose values are returned.")
     hits: int = Field(description="Number of sequences whose values came from the store.")
     engine_seconds: float = Field(
-        description="Time from the start of the computation, which several requests may share, to the last value."
+        description="Seconds from the start of the computation to this request's last value. Several requests may share a "
+        "computation."
     )
-    queue_seconds: float = Field(description="Time that the request waited in the worker's queue.")
+    queue_seconds: float = Field(description="Seconds that the request waited in the worker's queue.")
     token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")
-    errors: list[str | None] = Field(description="Reason why a sequence has no values, or null.")
+    errors: list[str | None] = Field(description="For each sequence, the reason why it has no values, or null.")
 
 
 def scores_router(context: Context) -> APIRouter:
-    """Return the route of online scoring."""
+    """Return the route for online scoring."""
     router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
     settings = context.settings
 
@@ -96,13 +97,15 @@ def scores_router(context: Context) -> APIRouter:
     )
     async def score(
         request: Request,
-        reference: Annotated[str, Query(max_length=200, description="Name or id of a reference whose model the service has.")],
-        temperature: Annotated[float, Query(ge=0.01, le=100, description="Number by which the logits are divided.")] = 1.0,
+        reference: Annotated[
+            str, Query(max_length=200, description="Name or id of a reference. The service must have its model.")
+        ],
+        temperature: Annotated[float, Query(ge=0.01, le=100, description="Number to divide the logits by.")] = 1.0,
         cache_read: Annotated[
-            bool, Query(description="Whether stored values are returned (only at temperature 1, without a mask).")
+            bool, Query(description="Whether to return stored values (only at temperature 1 and without a mask).")
         ] = True,
         cache_write: Annotated[
-            bool, Query(description="Whether computed values are stored (only at temperature 1, without a mask).")
+            bool, Query(description="Whether to store computed values (only at temperature 1 and without a mask).")
         ] = False,
         deadline_ms: Annotated[
             int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait, in milliseconds.")
@@ -110,16 +113,16 @@ def scores_router(context: Context) -> APIRouter:
     ) -> Any:
         """Return log-probs of completions, given their prompts.
 
-        For an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers), the response is an Arrow
-        stream with the columns `token_logps` and `error`. The metadata of its schema contains reference_id, snapshot, hits,
-        engine_seconds and queue_seconds.
+        If the request body is an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers), the
+        response is an Arrow stream with the columns `token_logps` and `error`. The response's schema metadata contains
+        reference_id, snapshot, hits, engine_seconds and queue_seconds.
 
-        With a third column `attention_mask` (0 or 1 for each token of prompt and completion), the sequences are rows of a
-        padded batch, which contain padding tokens. Such rows are scored by the model's own forward pass, with this mask and the
-        model's default positions.
+        If there is a third column, `attention_mask` (0 or 1 for each token of the prompt and completion), the sequences are
+        rows of a padded batch, including padding tokens. These rows are scored with the model's own forward pass, using this
+        mask and the model's default positions.
 
-        For a JSON request, the response is JSON. If a sequence cannot be scored, its entry has an error, and all other
-        sequences have their values.
+        If the request body is JSON, so is the response. If a sequence cannot be scored, its entry contains an error; the other
+        sequences still get values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
         limits = (settings.max_score_sequences, settings.max_score_tokens)
@@ -149,7 +152,7 @@ def scores_router(context: Context) -> APIRouter:
 
 
 async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
-    """Wait for the result and return it. If the caller disconnects first, cancel the scoring and return None."""
+    """Wait for the result and return it. If the caller disconnects first, cancel the scoring request and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

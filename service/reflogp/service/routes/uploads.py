@@ -17,9 +17,9 @@ from reflogp.service.request_memory import reservation_of
 from reflogp.service.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
-_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload; it ends in {SUFFIXES_IN_WORDS}.")]
-#: Accepted content types of an uploaded file. The format is given by the name, not by the content type. Forms on other sites
-#: cannot send these types.
+_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload. It must end in {SUFFIXES_IN_WORDS}.")]
+#: Accepted content types of an uploaded file. A file's name, not its content type, determines its format. HTML forms on other
+#: sites cannot send these content types.
 _FILE_TYPES = (
     "application/octet-stream",
     *DATASET_TYPES,
@@ -33,13 +33,13 @@ _FILE_TYPES = (
     "application/zstd",
     "application/x-lz4",
 )
-#: Bytes of memory that a list of 10,000 uploads needs while it is read, validated and written.
+#: Bytes of memory needed for a list of 10,000 uploads while it is read, validated and written.
 _LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
 def uploads_router(context: Context) -> APIRouter:
-    """Return the routes of uploads."""
+    """Return the routes for uploads."""
     router = APIRouter(tags=["uploads"])
     uploads = context.uploads
     reader = Depends(requires("read", context.settings.tokens))
@@ -54,16 +54,17 @@ def uploads_router(context: Context) -> APIRouter:
         dependencies=[scorer],
         responses={
             **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
-            200: {"model": Upload, "description": "The upload, which has replaced an earlier file of the same name."},
+            200: {"model": Upload, "description": "The new upload, which replaced an earlier upload with the same name."},
         },
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
     )
     async def put(name: _NewName, request: Request, response: Response) -> Upload:
-        """Send a dataset file as the body of the request.
+        """Upload a dataset file, sent as the request body.
 
-        The content type is application/octet-stream or the type of the file. The suffix of the name gives the format.
+        The content type is application/octet-stream or the media type of the file. The suffix of the upload's name determines
+        the file's format.
 
-        Jobs that were submitted with an earlier file of the same name still read the earlier file.
+        If there was an earlier upload with the same name, jobs submitted with it still read the earlier file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")
@@ -89,11 +90,11 @@ def uploads_router(context: Context) -> APIRouter:
         "/v1/uploads/{name}",
         dependencies=[reader],
         summary="Show an upload",
-        response_description="Name, size, digest and time of the upload.",
+        response_description="The upload's name, size, digest and upload time.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def get(name: _UploadName) -> Upload:
-        """Show an upload's size and digest."""
+        """Show an upload's size, digest and upload time."""
         return await to_thread.run_sync(uploads.get, name)
 
     @router.delete(
@@ -101,11 +102,11 @@ def uploads_router(context: Context) -> APIRouter:
         status_code=204,
         dependencies=[scorer],
         summary="Delete an upload",
-        response_description="The upload is deleted.",
+        response_description="The upload has been deleted.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
-        """Delete an upload. Jobs that were submitted with the upload can still read its file."""
+        """Delete an upload. Jobs that were submitted with it can still read its file."""
         await to_thread.run_sync(uploads.delete, name)
 
     return router

@@ -2,9 +2,9 @@
 
 The process reads frames from stdin and writes frames to stdout, until the service sends `exit` or ends.
 
-The process has four threads. The main thread owns the engines and alternates between online requests and a job. The other three
-threads read frames, run jobs, and commit values of online requests. The command is `python -m reflogp.service.worker`. Logs are
-written to stderr.
+The process has four threads. The main thread owns the engines and alternates between online requests and a job. Each of the
+other three threads has one task: reading frames, running jobs, or committing the values of online requests. Start the process
+with `python -m reflogp.service.worker`. Logs go to stderr.
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -52,20 +52,20 @@ from reflogp.store.texts import shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
-#: When the worker ends, its job has this many seconds to commit values. The rest of the shutdown has the same time, after which
-#: the process exits.
+#: When the worker shuts down, its job has this many seconds to commit values. The rest of the shutdown may take equally long;
+#: then the process exits.
 _LAST_SECONDS = 20.0
 _TOKENIZERS = 4
 
 
 @dataclass(eq=False)
 class _Ordered:
-    """An order of the service to run a job, or to help with another worker's job.
+    """An order from the service to run a job, or to help with another worker's job.
 
     Attributes:
-        helpers: the helpers of the job, or None if this is an order to help.
-        why: reason to stop, or None if the order is not to be stopped.
-        asked: requests from the worker that runs the job, if this is an order to help.
+        helpers: workers that help with the job, or None if this is itself an order to help.
+        why: reason why the worker must stop carrying out the order, or None to continue.
+        asked: requests from the worker that runs the job. Used only if this is an order to help.
     """
 
     order: JobOrder | HelpOrder
@@ -79,11 +79,11 @@ class _Ordered:
 
 
 class Worker:
-    """A worker with the engines of one device, and the online requests and jobs that use them.
+    """A worker process: the engines on one device, and the online requests and jobs that use the engines.
 
     Args:
-        configuration: the configuration that the service has sent.
-        out: stream to which frames are written.
+        configuration: configuration received from the service.
+        out: stream for frames to the service.
     """
 
     def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
@@ -115,12 +115,12 @@ class Worker:
         self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
-        self._ordered: list[_Ordered] = []  # the queued and running orders
+        self._ordered: list[_Ordered] = []  # queued and running orders
         self._ending = False
         self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the service. If the service has ended, end the worker."""
+        """Send a frame to the service. If the service has ended, shut down the worker."""
         try:
             with self._sending:
                 self._out.write(encode(message, body))
@@ -138,21 +138,21 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except ContentMismatchError as error:  # requests for this reference get the same error; other requests work
+            except ContentMismatchError as error:  # requests for this reference will get the same error
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
         self._write_back.close()
 
     def end(self) -> None:
-        """Stop the job after a commit, finish the current round of online requests, and let `run` return."""
+        """Commit the job's values and stop the job, finish the current round of online requests, and make `run` return."""
         if not self._ending:
             self._ending = True
             self._orders.put(None)
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """Wait until a job that has lost its device has committed its computed values."""
+        """Wait until a job that has lost its device has committed the values it computed."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -224,7 +224,7 @@ class Worker:
                 "scored %d sequences, %d tokens, in %.3f s", len(request.sequences), request.tokens(), seconds, extra=about
             )
         else:
-            logger.warning("did not score %d sequences: %s", len(request.sequences), answer.error, extra=about)
+            logger.warning("could not score %d sequences: %s", len(request.sequences), answer.error, extra=about)
         message = {
             "op": "scored",
             "id": request.id,
@@ -256,7 +256,7 @@ class Worker:
             return_freed_memory()
 
     def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
-        """Run a job; return the frame that reports its end. Raise DeviceLostError if a pass fails."""
+        """Run a job and return the frame that reports how it ended. Raise DeviceLostError if a forward pass fails."""
         message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
         try:
             return message | {"end": "done", "summary": self._do(ordered)}
@@ -272,7 +272,7 @@ class Worker:
             return message | {"end": "failed", "error": _unexpected(ordered, error)}
 
     def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job; return the frame that reports the end of the help. Raise DeviceLostError if a pass fails."""
+        """Help with a job and return the frame that reports the end. Raise DeviceLostError if a forward pass fails."""
         order, text = ordered.order, None
         try:
             reference = self._reference(order.reference_id)
@@ -291,7 +291,7 @@ class Worker:
         return {"op": "helped", "job": order.job, "error": text}
 
     def _check(self, ordered: _Ordered) -> None:
-        """Raise JobStoppedError if the order must be stopped."""
+        """Raise JobStoppedError if the worker must stop carrying out the order."""
         why = "end" if self._ending else ordered.why
         if why is not None:
             raise JobStoppedError(why)
@@ -323,34 +323,35 @@ class Worker:
     def _reference(self, reference_id: str) -> Reference:
         """Return the reference with the given id.
 
-        The reference is computed once from the model's folder and then cached, since an id stands for fixed content.
+        The reference is computed from the model's folder on the first call and then cached, because an id always identifies the
+        same content.
 
-        Whenever the model is loaded, `_admit` and EngineChoice.make check again that the folder has this content. Raise
-        ContentMismatchError if the folder contains another reference.
+        Whenever the model is loaded, `_admit` and EngineChoice.make check again that the folder still has this content. Raise
+        ContentMismatchError if the folder contains a different reference.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
             found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
             if found.reference_id != reference_id:
                 raise ContentMismatchError(
-                    f"{place.model} has changed since the service started: it is reference {found.reference_id} now, not "
-                    f"{reference_id}; put the old files back, or restart the service"
+                    f"{place.model} has changed since the service started: it is now reference {found.reference_id}, not "
+                    f"{reference_id}; restore the old files, or restart the service"
                 )
             self._references[reference_id] = found
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        """Return the cached image processors of a reference's model, with which the worker helps with jobs."""
+        """Return the cached image processors of a reference's model, for use when this worker helps with jobs."""
         folder = self._folder(reference_id)
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check whether a model can be loaded, before other models are unloaded for it.
+        """Check that a model can be loaded before unloading other models to make room for it.
 
-        Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the device is
-        too small for the model.
+        Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the model
+        does not fit on the device.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 
@@ -368,7 +369,7 @@ class Worker:
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """Return the message of an unexpected error (a bug of reflogp or of a library), and log its traceback."""
+    """Log the traceback of an unexpected error (a bug in reflogp or in a library), and return its message."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened_without_secrets(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
@@ -381,13 +382,13 @@ def _ids(scalar: Any) -> Any:
 
 def main() -> None:
     """Read the configuration, then run the worker."""
-    # Ctrl-C reaches all processes of the group, but the service decides when workers end
+    # Ctrl-C sends SIGINT to the whole process group, but the service decides when workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # if the parent process has ignored SIGCHLD, the exit status of children is lost
+    # undo an ignored SIGCHLD inherited from the parent process; otherwise the exit status of child processes would be lost
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # text that libraries print goes to stderr, not between the frames
+    os.dup2(2, 1)  # send output that libraries print to stderr, so that it does not mix with the frames on stdout
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -400,11 +401,11 @@ def main() -> None:
     models = {key: ModelConfig(**entry) for key, entry in fields.pop("models").items()}
     configuration = WorkerConfiguration(models=models, **fields)
     if configuration.visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads the variable when it is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads this variable on first use
     worker = Worker(configuration, out)
     try:
         worker.run(source)
-    except Exception as error:  # the service reports the error and starts the worker again
+    except Exception as error:  # the service reports the error and restarts the worker
         known = isinstance(error, ReflogpError)
         text = shortened_without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
         worker.keep_what_is_computed()

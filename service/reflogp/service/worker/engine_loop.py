@@ -1,9 +1,9 @@
 """Load and unload the engines of a worker, and share them between online requests and a job.
 
-Online requests are served first. Several requests are computed together in one round if they fit into one token budget. After
-each round, the job gets one pass if it has work, so that neither the job nor the requests have to wait for long. A request
-waits for at most two passes of the job, which are short while there are online requests. The thread that calls `preload` and
-`run` owns the engines; all other public methods may be called from any thread.
+Online requests are served first. Requests that fit into one token budget are computed together, in one round. After each round,
+the job computes one forward pass if it has work, so that neither the job nor the requests wait long. A request waits for at
+most two of the job's passes, which are kept short while there are online requests. The thread that calls `preload` and `run`
+owns the engines; all other public methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from reflogp.store import ReflogpError
 
 #: Maximum number of computed passes whose results the job's thread has not read yet.
 _AHEAD = 64
-#: An engine is unloaded for another reference only if it has been loaded for _RESIDENT_SECONDS, or unused for
+#: An engine is unloaded in favour of another reference only after it has been loaded for _RESIDENT_SECONDS or unused for
 #: _IDLE_SECONDS.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
-#: A request waits for other requests only if two requests overlapped within this time, because a single caller gains nothing
-#: from the wait.
+#: A request waits for other requests to join its round only if two requests have overlapped within this many seconds. With a
+#: single caller, waiting would gain nothing.
 _OVERLAP_SECONDS = 1.0
 
 #: For _ONLINE_SECONDS after the last request, each pass of a job takes at most about _PASS_SECONDS of device time. A request
-#: waits for the pass that is being computed and for the next pass, which is already queued on the device.
+#: then waits for the pass in progress and for the next pass, which is already queued on the device.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
-#: Seconds between two checks whether a model may be unloaded for another one, or whether a job's thread has caught up.
+#: Seconds between checks of whether a model may be unloaded to make room for another, or whether a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
-#: Seconds between two checks whether a job has read more sequences, when the engine has computed all sequences that were read.
+#: Seconds between checks for newly read sequences of a job, once the engine has computed all sequences read so far.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
 Landed = list[tuple[int, Outcome]]
 
 
 class DeviceLostError(Exception):
-    """A pass failed, so the worker ends. The job continues on another worker, or after a restart."""
+    """A forward pass failed, so this worker ends. Its job continues on another worker, or after this worker restarts."""
 
 
 class ModelUnloadedError(Exception):
-    """The model of a job was unloaded to make room for another model. The job continues later."""
+    """A job's model was unloaded to make room for another model. The job continues later."""
 
 
 @dataclass
 class OnlineRequest:
-    """An online request: sequences whose values a client is waiting for.
+    """An online request: sequences that a client is waiting to have scored.
 
     Attributes:
-        id: id that the service gave the request.
+        id: id that the service assigned to the request.
         request: X-Request-Id of the caller's HTTP request, for log lines.
-        alone: True if the request must be scored in a separate round, because it may have killed a worker before.
-        deadline: value of time.monotonic() after which the client no longer waits, or None.
-        outcomes: one outcome for each sequence, or None until the sequence is computed.
+        alone: True if the request must be scored in a separate round, because it may have crashed a worker before.
+        deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
+        outcomes: one outcome per sequence; None until the sequence has been computed.
     """
 
     id: str
@@ -82,7 +82,7 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to an online request, with its outcomes or one error for the whole request."""
+    """The response to an online request: either its outcomes, or one error for the whole request."""
 
     request: OnlineRequest
     engine: PassEngine | None
@@ -93,7 +93,7 @@ class Answer:
 
 @dataclass
 class _Work:
-    """The passes of a job, with the number of floating-point operations of each pass."""
+    """The forward passes of a job, with the number of floating-point operations in each pass."""
 
     reference_id: str
     groups: Iterable[list[Sequence]]
@@ -106,9 +106,9 @@ class _Work:
     abandoned: bool = False
 
     def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the results of the passes.
+        """Compute the passes and yield their results.
 
-        The generator runs in the thread that owns the engine. Online requests may use the engine between two passes.
+        The generator runs in the thread that owns the engine. Between passes, online requests may use the engine.
         """
         passes = engine.flow(self.groups, before=self.before)
         is_used = False
@@ -120,21 +120,22 @@ class _Work:
             is_used |= bool(landed)
             yield landed, engine.operations() - so_far
         if is_used:
-            engine.peak_flops_per_second()  # measured now, while nothing else runs on the device; the job reads it later
+            engine.peak_flops_per_second()  # measure now, while the device is otherwise idle; the job reads the value later
 
 
 class Engines:
     """The loaded engines of one device, by reference id. Loading an engine may unload the least recently used engines.
 
-    Only the thread of the engine loop uses an object of this class.
+    Only the engine loop's thread may use an object of this class.
 
     Args:
-        make: loads and returns the engine of a reference id. The function may raise EngineError and the errors of
+        make: loads and returns the engine for a reference id. May raise EngineError and the same errors as
             `describe_reference`.
         capacity: maximum number of loaded engines.
-        pinned: reference id that is never unloaded, or None.
-        on_change: called with the ids of all loaded references after each change.
-        admit: called before other engines are unloaded for a new engine; raises an error if the new engine cannot be loaded.
+        pinned: id of a reference whose engine is never unloaded, or None.
+        on_change: called with the ids of all loaded references whenever an engine is loaded or unloaded.
+        admit: called before other engines are unloaded to make room for a new engine; raises an error if the new engine cannot
+            be loaded.
     """
 
     def __init__(
@@ -150,15 +151,14 @@ class Engines:
         self._capacity = capacity
         self._pinned = pinned
         self._on_change = on_change
-        self._loaded: dict[str, PassEngine] = {}  # the least recently used engine is first
+        self._loaded: dict[str, PassEngine] = {}  # ordered from least to most recently used
         self._loaded_at: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
 
     def get(self, reference_id: str) -> PassEngine:
-        """Return the engine of a reference, after loading it if necessary.
+        """Return the engine of a reference, loading the engine if necessary.
 
-        If the device runs out of memory while the engine is loaded, unload all other engines except the pinned one, and load it
-        again.
+        If the device runs out of memory during loading, unload all other engines except the pinned one and try again.
         """
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
@@ -178,24 +178,24 @@ class Engines:
         return engine
 
     def peek(self, reference_id: str) -> PassEngine | None:
-        """Return the engine of a reference if it is loaded, else None. The call does not count as a use of the engine."""
+        """Return the engine of a reference, or None if it is not loaded. The call does not count as a use of the engine."""
         return self._loaded.get(reference_id)
 
     def displaced_by(self, reference_id: str) -> list[str]:
-        """Return the ids of the references that would be unloaded to load the given reference."""
+        """Return the ids of the references whose engines would be unloaded to make room for the given reference."""
         if reference_id in self._loaded:
             return []
         too_many = len(self._loaded) + 1 - self._capacity
         return self._movable()[: max(0, too_many)]
 
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
-        """Return whether an engine has been loaded or unused for long enough to be unloaded for another engine."""
+        """Return whether an engine has been loaded or idle long enough to be unloaded in favour of another engine."""
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
 
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
-        """Load an engine without unloading other engines. Return None if memory ran out and other engines can be unloaded.
+        """Load an engine without unloading other engines. If memory runs out and other engines can be unloaded, return None.
 
         The error is not raised to the caller, because its traceback would keep the loaded parts of the model in memory.
         """
@@ -222,9 +222,9 @@ class EngineLoop:
 
     Args:
         engines: engines of the device.
-        on_round: called with the ids of the requests of a round before the round is computed.
-        on_answer: called with the Answer to each request.
-        window_seconds: time that a request waits for other requests to be computed with, if requests overlap.
+        on_round: called before each round with the ids of the round's requests.
+        on_answer: called with the Answer for each request.
+        window_seconds: time that a request waits for other requests to join its round. Applies only while requests overlap.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle."""
+        """Return (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
@@ -263,7 +263,10 @@ class EngineLoop:
             self._tell()
 
     def forget(self, request_id: str) -> None:
-        """Remove a request for which no client waits any more. A request that the engine has begun is finished nevertheless."""
+        """Remove a request that no client is waiting for any more.
+
+        A request that the engine has already started is still finished.
+        """
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
 
@@ -274,27 +277,27 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the outcomes of each pass of a job, with the number of floating-point operations of the pass.
+        """Yield each forward pass's outcomes, with the number of floating-point operations in the pass.
 
-        Call this from the job's thread. The passes alternate with online requests.
+        Call this method from the job's thread. The job's passes alternate with online requests.
 
         Args:
-            groups: groups of sequences. The iterator must not block, because the thread that owns the engine reads it. The
-                iterator yields an empty group if no sequences are available yet.
-            before: called before each pass with the numbers of its sequences, in the thread that owns the engine.
+            groups: groups of sequences. The iterable must not block, because the thread that owns the engine reads it. When no
+                sequences are available yet, it yields an empty group.
+            before: called before each pass, in the thread that owns the engine, with the numbers of the sequences in the pass.
             check: called repeatedly while waiting; raises an error to stop the job.
 
         Raises:
-            ModelUnloadedError: the model was unloaded for another reference. The job can start again later.
-            DeviceLostError: a pass failed.
+            ModelUnloadedError: the model was unloaded to make room for another model. The job can start again later.
+            DeviceLostError: a forward pass failed.
             ReflogpError: the model cannot be loaded (EngineError and others).
         """
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """Return the engine of a reference, after loading it if necessary. Use the engine only for calls that compute no pass.
+        """Return the engine of a reference, loading it if necessary. Use it only for calls that run no forward pass.
 
-        Raise the errors of `flow`.
+        Raise the same errors as `flow`.
         """
         work = _Work(reference_id, [], lambda _: None)
         for _ in self._follow(work, check):
@@ -305,8 +308,8 @@ class EngineLoop:
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
             if self._is_lost:
-                raise DeviceLostError("an earlier pass on this device failed")
-            if self._work is not None:  # work of a job that was abandoned while the loop was busy
+                raise DeviceLostError("an earlier forward pass on this device failed")
+            if self._work is not None:  # left over from a job that was abandoned while the loop was busy
                 self._work.out.put(ModelUnloadedError())
             self._work = work
             self._tell()
@@ -335,14 +338,14 @@ class EngineLoop:
             self._tell()
 
     def preload(self, reference_id: str) -> None:
-        """Load an engine in advance. Call this in the thread that will call `run`."""
+        """Load an engine in advance. Call this method in the thread that will call `run`."""
         self._engine(reference_id)
 
     def run(self) -> None:
-        """Serve online requests and the job in turns until `close` is called.
+        """Alternate between online requests and the job until `close` is called.
 
-        Raise EngineError if a pass fails, since the device may be unusable afterwards. The job gets DeviceLostError first, so
-        that it can commit computed values.
+        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, the job's thread gets
+        DeviceLostError, so that it can commit the values computed so far.
         """
         try:
             self._take_turns()
@@ -385,12 +388,12 @@ class EngineLoop:
             return self._engines.get(reference_id)
 
     def _tell(self) -> None:
-        """Wake up the loop. The caller must hold the lock."""
+        """Wake the loop. The caller must hold the lock."""
         self._news = True
         self._changed.notify_all()
 
     def _pause(self) -> float | None:
-        """Return the seconds after which the loop must check for work if nothing wakes it up, or None if it need not check."""
+        """Return how many seconds the loop may sleep before it checks for work, or None if it can sleep until it is woken."""
         if self._work is not None and self._work.idle_until > time.monotonic():
             return _LOOK_FOR_GROUPS_SECONDS
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
@@ -398,8 +401,8 @@ class EngineLoop:
     def _ready_work(self) -> _Work | None:
         """Return the job's work if its next pass may be computed now, else None.
 
-        The next pass may be computed if the job may have sequences, its thread has read enough earlier results, and its model
-        is loaded or may be loaded now.
+        The next pass may be computed if the job may have unscored sequences, its thread has read enough of the earlier results,
+        and its model is loaded or may be loaded now.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
@@ -440,10 +443,10 @@ class EngineLoop:
                 self._work = None
 
     def _next_round(self) -> list[OnlineRequest]:
-        """Return the queued requests of the next round, or an empty list if no request may be served now.
+        """Take the next round's requests from the queue, or return an empty list if no request may be served now.
 
-        The requests have the same reference and temperature, and together fit into the engine's token budget. If the first
-        request exceeds the budget, it is returned alone.
+        All requests in a round have the same reference and temperature and, taken together, fit into the engine's token budget.
+        If the first request exceeds the budget on its own, it is returned alone.
         """
         first = self._first_servable()
         if first is None:
@@ -516,7 +519,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # only passes of jobs are limited, so that online requests wait less
+        engine.pass_seconds = None  # no limit here: only jobs' passes are kept short, so that online requests run sooner
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

@@ -1,10 +1,10 @@
 """Spread a job over idle workers.
 
-The worker that runs the job uses Helpers, and a worker that helps calls `help_with`.
+The worker that runs the job uses Helpers; each worker that helps calls `help_with`.
 
-Frames between a job's worker and its helpers are relayed by the service, which also reports when helpers join and leave. Each
-job has its own Helpers object, which implements `spread.scorer.Workers`. A helper receives units in the job thread of its
-worker, scores them on its engine between online requests, and commits them.
+The service relays frames between a job's worker and its helpers, and reports when helpers join and leave. Each job has its own
+Helpers object, which implements `spread.scorer.Workers`. A helper receives units of work in its job thread, scores them on its
+engine between online requests, and commits the values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from reflogp.store import LogprobTable
 
 
 class Helpers:
-    """The helpers of a job, which join and leave while it runs.
+    """The workers that help with a job. They join and leave while the job runs.
 
-    The thread that reads frames calls `take`, and the job's thread sends requests.
+    The thread that reads frames calls `take`; the job's thread sends requests.
 
     Args:
         job: id of the job.
         send: sends a frame to the service.
-        may_come: True if the service has other workers, so that helpers may join.
+        may_come: True if the service has other workers, which may join as helpers.
 
     Attributes:
         count, may_come: see `spread.scorer.Workers`.
@@ -45,18 +45,18 @@ class Helpers:
         self.count, self.may_come = 0, may_come
         self.job = job
         self._send = send
-        # a job may run twice in one process, and answers to its first run may arrive during the second run
+        # a job may run twice in one process, so answers to requests of the first run may arrive during the second
         self._run = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._joined: list[Worker] = []
-        self._asked: dict[int, tuple[int, Future[Any]]] = {}  # request number -> (worker number, its answer)
+        self._asked: dict[int, tuple[int, Future[Any]]] = {}  # request number -> (worker number, Future of the answer)
         self._here: dict[int, _Helper] = {}
 
     def open(self, table: LogprobTable) -> None:
         """See Workers.open.
 
-        Each helper opens the table itself. The next call of `begin` also returns helpers that joined in an earlier attempt.
+        Each helper opens the table itself. The next call to `begin` also returns helpers that joined during an earlier attempt.
         """
         with self._lock:
             self._joined = list(self._here.values())
@@ -68,10 +68,10 @@ class Helpers:
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Do nothing, because a job needs no helpers: its own worker computes too."""
+        """See Workers.look. Does nothing, because a job needs no helpers: its own worker can compute everything."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handle a frame about a helper. Ignore frames about other jobs, which have ended."""
+        """Handle a frame about a helper. Ignore frames about other jobs, because those jobs have ended."""
         if message["job"] != self.job:
             return
         match message["op"]:
@@ -88,12 +88,12 @@ class Helpers:
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
     def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """Ask a helper to call a method of its UnitScorer. Return a Future of the result."""
+        """Ask a helper to call a method of its UnitScorer, and return a Future of the result."""
         answer: Future[Any] = Future()
         worker = helper.number
         with self._lock:
             if self._here.get(worker) is not helper:
-                answer.set_exception(WorkerGoneError("the helper had already left", blamed=False))
+                answer.set_exception(WorkerGoneError("the helper has already left the job", blamed=False))
                 return answer
             number = next(self._numbers)
             self._asked[number] = (worker, answer)
@@ -112,7 +112,7 @@ class Helpers:
 
 
 class _Helper:
-    """A worker that helps, from the time it joins until it leaves. Implements `spread.scorer.Worker`."""
+    """A worker that helps with a job, from when it joins until it leaves. Implements `spread.scorer.Worker`."""
 
     def __init__(self, helpers: Helpers, number: int, provenance: dict[str, Any]) -> None:
         self._helpers = helpers
@@ -124,7 +124,7 @@ class _Helper:
         return settled(f"worker {self.number}")
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare. The Future is done at once, because a helper joins after it has loaded its engine."""
+        """See Worker.prepare. The Future completes at once, because a helper joins only after it has loaded its engine."""
         return settled(self._provenance)
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
@@ -136,15 +136,15 @@ class _Helper:
         return self._helpers.ask(self, "peak")
 
     def stop(self) -> Future[None]:
-        """See Worker.stop. Do nothing, because the service dismisses helpers when a job ends."""
+        """See Worker.stop. Does nothing, because the service dismisses helpers when a job ends."""
         return settled(None)
 
     def end(self) -> None:
-        """See Worker.end. Do nothing, because the process belongs to the service."""
+        """See Worker.end. Does nothing, because the process belongs to the service."""
 
 
 def encoded(value: Any) -> Any:
-    """Convert a result of UnitScorer into values that JSON can represent."""
+    """Convert a UnitScorer result to JSON-compatible values."""
     if not isinstance(value, dict):
         return value
     operations = value["operations"]
@@ -159,7 +159,7 @@ def _decoded(value: Any) -> Any:
 
 _LOOK_SECONDS = 0.1
 
-#: (A frame from the job's worker, the content of the unit that it sends).
+#: (A frame from the job's worker, the content of the unit of work in the frame).
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -174,15 +174,15 @@ def help_with(
 ) -> None:
     """Help with a job until `check` raises an error.
 
-    Values that were computed before the error are committed. The remaining units are left to the job's worker.
+    Values computed before the error are committed. The remaining units of work go back to the job's worker.
 
     Args:
         asked: queue of requests from the job's worker.
-        send: sends a frame to the service: `helping` when the engine is loaded, then the answers.
-        check: called repeatedly; raises an error to stop the help.
+        send: sends a frame to the service: `helping` when the engine has been loaded, then the answers to requests.
+        check: called repeatedly; raises an error to make this worker stop helping.
         vision: image processors of the model.
 
-    Raise the errors of `check`, of the engine and of the store.
+    Raise errors from `check`, from the engine and from the store.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)
@@ -204,7 +204,7 @@ def help_with(
                 check()
                 if units.error is not None:
                     raise units.error
-                if failed:  # the job's worker gives unanswered units to other workers when this worker has left
+                if failed:  # after this worker leaves, the job's worker reassigns units that were not answered
                     raise failed[0]
                 try:
                     pool.submit(answer, *asked.get(timeout=_LOOK_SECONDS))

@@ -1,7 +1,7 @@
-"""Run one job in a worker: score the sequences of a dataset that the store lacks, then write the result and the report.
+"""Run one job in a worker: score the dataset's sequences that are not stored yet, then write the result and report.
 
-The job calls `score_dataset`, as the command `reflogp score` does. In addition, it reports progress, can be stopped, and shares
-the engine with online requests. The code runs in the worker's job thread.
+A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress, can be stopped, and shares
+the engine with online requests. All code in this module runs in the worker's job thread.
 """
 
 from __future__ import annotations
@@ -38,34 +38,33 @@ from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
-#: A job whose files are modified while it reads them is attempted at most this many times.
+#: Maximum number of attempts at a job when its files are modified while they are being read.
 _ATTEMPTS = 3
-#: Minimum seconds between two progress reports, and the seconds over which the current rate is averaged.
+#: Minimum seconds between progress reports, and the number of seconds over which the current rate is averaged.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
 #: Maximum number of sequences in a helper's unit of work. Units are small because the service's main process relays them.
 _UNIT_SEQUENCES = 1024
-#: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces further
-#: messages.
+#: Maximum number of different messages about bad rows that a job keeps in memory, and the message used for bad rows after that.
 _TEXTS, _ANOTHER = 10_000, "the row cannot be used"
 
 
 class JobStoppedError(Exception):
     """The job must stop on this worker.
 
-    Possible reasons: the job was cancelled, a job of higher priority interrupts it, or the worker ends.
+    Possible reasons: the job was cancelled, a higher-priority job needs the worker, or the worker is shutting down.
     """
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """The settings that all jobs of a worker share.
+    """Settings shared by all jobs of a worker.
 
     Attributes:
-        store: store to which values are written.
-        tokens: folder of the cache of token ids.
+        store: store that values are written to.
+        tokens: folder of the token-id cache.
         max_tokens_bytes: maximum size of that folder.
-        commit_seconds: maximum time in seconds that computed values wait for a commit.
+        commit_seconds: maximum time in seconds between computing values and committing them.
         bounds: limits on reading datasets.
         rows: limits on tokenising one row.
     """
@@ -80,11 +79,11 @@ class JobContext:
 
 @dataclass(frozen=True)
 class JobModel:
-    """The model with which a job is scored.
+    """The model that scores a job.
 
     Attributes:
         reference: reference of the model.
-        find_tokenizer: returns the tokenizer that is in the model's folder at the time of the call.
+        find_tokenizer: returns the tokenizer currently in the model's folder.
         load_vision: loads the image processor from the model's folder, or returns None for a text model.
     """
 
@@ -98,9 +97,10 @@ class JobCallbacks:
     """Callbacks of a running job.
 
     Attributes:
-        report: called with (progress as in the HTTP response, whether values were committed since the last call).
-        announce: called with the keys (hex) of the sequences that are on the device.
-        check: called at every step; raises JobStoppedError to stop the job. Values that were computed before are committed.
+        report: called with two arguments: progress in the form used by the HTTP response, and whether values have been
+            committed since the last call.
+        announce: called with the keys (hex) of the sequences that are being computed on the device.
+        check: called at every step; raises JobStoppedError to stop the job. Values computed before that are still committed.
     """
 
     report: Callable[[dict[str, Any], bool], None]
@@ -109,13 +109,13 @@ class JobCallbacks:
 
 
 class Progress(ProgressCallbacks):
-    """The progress of a running job, which is reported at most four times per second.
+    """Progress of a running job, reported at most four times per second, and after each commit.
 
     Attributes:
         problems: row -> reason why the row has no values.
 
     Args:
-        job: callbacks of the job, of which `report` and `check` are called.
+        job: the job's callbacks. Only `report` and `check` are called.
     """
 
     def __init__(self, job: JobCallbacks) -> None:
@@ -126,7 +126,7 @@ class Progress(ProgressCallbacks):
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # when the first window was read
+        self._scoring_since: float | None = None  # time when the first window was read
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -150,7 +150,7 @@ class Progress(ProgressCallbacks):
     def bad_row(self, row: int, problem: str) -> None:
         """Record why a row has no values.
 
-        Equal messages are stored once. After 10,000 different messages, a general message is stored instead of new messages.
+        Identical messages are stored only once. After 10,000 different messages, a generic message replaces any new one.
         """
         problem = shortened(problem)
         if problem not in self._texts:
@@ -209,19 +209,19 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job.
 
-    Return its summary as in `reflogp score --json`, with the additional entry `image_files`, which is True if rows name image
-    files.
+    Return the same summary as `reflogp score --json`, with an additional entry `image_files`: True if any row names an image
+    file.
 
-    The files of the dataset are opened once and must have the job's digest. The tokenizer is read from the model's folder when
-    the job begins. If one of these files is modified while the job runs, the job begins again, and fails if the content has
-    changed. Values that were already computed stay valid, because keys are made of token ids, and each reference has its own
-    table. The digest does not cover images that rows name by paths, but the keys depend on their pixels.
+    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the model's
+    folder when the job starts. If one of these files is modified while the job runs, the job starts over; it fails if the
+    content has changed. Values computed before that stay valid, because keys are computed from token ids and each reference has
+    its own table. The digest does not cover images that rows name by path, but the keys depend on the images' pixels.
 
     Args:
-        helpers: other workers, which score parts of the job.
+        helpers: other workers that score parts of the job.
 
     Raises:
-        JobStoppedError, ModelUnloadedError: the job must stop now; it continues later unless it was cancelled.
+        JobStoppedError, ModelUnloadedError: the job must stop now. It continues later unless it was cancelled.
         ReflogpError: the job failed.
     """
     with run_span(
@@ -241,7 +241,7 @@ def run_job(
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
                     raise
-                logger.info("the job begins again: %s", error, extra={"job": order.job})
+                logger.info("the job starts over: %s", error, extra={"job": order.job})
     delete_oldest(place.tokens, place.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     return asdict(summary) | {"image_files": image_files}
@@ -256,9 +256,9 @@ def _attempt(
     job: JobCallbacks,
     progress: Progress,
 ) -> tuple[ScoreSummary, bool]:
-    """Attempt a job once, from the start to the result. Return its summary, and whether rows name image files.
+    """Make one attempt at a job, from start to result. Return its summary, and whether any row names an image file.
 
-    Raise the errors of `run_job`, and FileChangedError if a file is modified while it is read.
+    Raise the same errors as `run_job`, and FileChangedError if a file is modified while it is being read.
     """
     form: Any = order.format
     reference, tokenizer = model.reference, model.find_tokenizer()
@@ -315,6 +315,6 @@ def _attempt(
                     job.check,
                 )
         except DatasetError as error:
-            files.check()  # if a file has changed, report that instead of the error that it caused
+            files.check()  # if a file has changed, report the change rather than the error it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
     return summary, image_files

@@ -1,7 +1,7 @@
-"""Define the engine of a job, which takes turns with online requests and searches for sequences that kill workers.
+"""The engine of a job: it takes turns with online requests, and finds sequences that crash workers.
 
-The engine announces the keys of the sequences that are on the device, so that the service knows which sequences a dead worker
-was processing.
+The engine announces the keys of the sequences that are being computed on the device, so that the service knows which sequences
+a worker was processing when it died.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from reflogp.store import sequence_keys
 
 
 class JobEngine:
-    """An Engine for `score_dataset` whose passes are computed by the engine loop.
+    """An Engine for `score_dataset` whose forward passes are computed by the engine loop.
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine uses it only for calls that compute no pass.
+        engine: the engine that the loop uses. JobEngine itself uses it only for calls that run no forward pass.
         reference_id: id of the engine's reference.
-        suspects: keys (hex) of sequences, one of which may kill the worker. Suspects are scored before the other sequences of
-            their group, in separate parts: half of the suspects, then half of the remaining suspects, and so on.
-        poison: key (hex) of a sequence that is not scored -> the reason.
-        announce: called with the keys (hex) of this job's sequences on the device, or with an empty list if there are none.
+        suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
+            sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
+        poison: key (hex) of each sequence that is not scored -> the reason why.
+        announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
+            list if there are none.
         check: called repeatedly; raises an error to stop the job.
     """
 
@@ -62,7 +63,7 @@ class JobEngine:
         return found
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """See Engine.flow. No other sequences of the job are in flight while suspects are computed."""
+        """See Engine.flow. While suspects are being computed, none of the job's other sequences are in flight."""
         coming = _Coming(groups, self._suspects)
         while not coming.is_end:
             yield from self._part(coming)
@@ -80,10 +81,13 @@ class JobEngine:
         return self._engine.peak_flops_per_second()
 
     def close(self) -> None:
-        """Do nothing, because the engine belongs to the loop."""
+        """Does nothing, because the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Let the loop score some groups, and yield the outcomes. Announce the keys of the sequences that are on the device."""
+        """Have the engine loop score groups of sequences, and yield the outcomes.
+
+        Announce which sequences are on the device.
+        """
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
         announcing = threading.Lock()
@@ -105,7 +109,7 @@ class JobEngine:
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             with announcing:
                 flying.difference_update(entry.key for entry, _ in done)
-                if done and not flying:  # the device is idle now, and it may take long until the next group is read
+                if done and not flying:  # the device is now idle, and reading the next group may take a long time
                     self._announce([])
             yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])
@@ -113,7 +117,7 @@ class JobEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A sequence, with its number among all sequences of the flow and its key (hex)."""
+    """A sequence, its number among all sequences passed to `flow`, and its key (hex)."""
 
     number: int
     sequence: Sequence
@@ -121,10 +125,10 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """An iterator over incoming groups that holds back the suspects.
+    """An iterator over incoming groups of sequences that holds back the suspects.
 
-    Iteration stops at a group that contains suspects. After a call of `take_suspects` it continues, and the next item is the
-    rest of this group.
+    Iteration stops at a group that contains suspects. After a call to `take_suspects`, iteration continues with the rest of
+    that group.
     """
 
     def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:
@@ -159,7 +163,7 @@ class _Coming(Iterator[list[_Numbered]]):
         raise StopIteration
 
     def take_suspects(self) -> list[_Numbered]:
-        """Return the suspects at which the iteration has stopped, and let it continue."""
+        """Return the suspects that stopped the iteration, and let the iteration continue."""
         held, self._held = self._held, []
         return held
 
@@ -167,7 +171,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    Each death of a worker then at least halves the number of suspects.
+    Each time a worker dies, the number of suspects is then at least halved.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2
@@ -176,7 +180,7 @@ def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _keys(sequences: list[Sequence]) -> list[str]:
-    """Return the keys (hex) of sequences, which were already truncated to max_length."""
+    """Return the keys (hex) of sequences that have already been truncated to max_length."""
     prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
     completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
     return [key.hex() for key in sequence_keys(prompts, completions).to_pylist()]

@@ -1,4 +1,4 @@
-"""Define the data that the service and its workers exchange: messages as JSON, sequences and values as Arrow IPC streams.
+"""The data exchanged between the service and its workers: messages as JSON, sequences and values as Arrow IPC streams.
 
 The service and its workers import this module, so it imports neither torch nor fastapi.
 """
@@ -16,7 +16,7 @@ from reflogp.store.schema import one_array
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Location, numerics and engine of a reference's model.
+    """Location, dtypes and engine of a reference's model.
 
     Attributes:
         engine: fields of EngineChoice, except device and token_budget, which the worker sets.
@@ -39,20 +39,20 @@ class WorkerConfiguration:
 
     Attributes:
         device: "auto", "cpu", "cuda:1", …
-        visible: value of CUDA_VISIBLE_DEVICES in the worker's process. None leaves the variable unchanged.
-        workers: number of workers of the service.
-        sharing: number of workers that share this machine's CPU.
-        token_budget: maximum number of tokens in one pass, or "auto".
-        models: reference id -> model of the reference.
+        visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
+        workers: number of workers in the service.
+        sharing: number of workers that share the machine's CPU cores.
+        token_budget: maximum number of tokens in one forward pass, or "auto".
+        models: reference id -> configuration of the reference's model.
         capacity: maximum number of loaded engines.
-        pinned: reference id that is loaded at the start and never unloaded, or None.
+        pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
         store: URI of the store.
-        tokens: folder of the cache of token ids.
+        tokens: folder of the token-id cache.
         max_tokens_bytes: maximum size of that folder.
-        commit_seconds: maximum time that computed values of a job wait for a commit.
-        window_seconds: time that an online request waits for other requests to be computed with.
+        commit_seconds: maximum time in seconds between computing a job's values and committing them.
+        window_seconds: time in seconds that an online request waits for other requests, so that they can be computed together.
         row_bytes, dataset_bytes, group_bytes: limits on reading datasets.
-        row_seconds: maximum processor time for tokenising one row.
+        row_seconds: maximum CPU time in seconds for tokenising one row.
     """
 
     device: str
@@ -76,7 +76,7 @@ class WorkerConfiguration:
 
 @dataclass(frozen=True)
 class HelpOrder:
-    """An order of the service to a worker to help with the job of another worker.
+    """An order from the service to a worker to help with another worker's job.
 
     Attributes:
         poison: see JobOrder.
@@ -89,17 +89,16 @@ class HelpOrder:
 
 @dataclass(frozen=True)
 class JobOrder:
-    """An order of the service to a worker to run a job.
+    """An order from the service to a worker to run a job.
 
     Attributes:
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset, to which others may write. None for a file in the service's own
-            folder.
+        root: allowed root folder that contains the dataset; other users may be able to write to it. None for a file in the
+            service's own folder.
         result, report: paths of the files to write.
         suspects, poison: see JobEngine.
-        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if they are not
-            known.
+        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
     """
 
     job: str
@@ -120,26 +119,30 @@ class JobOrder:
     traceparent: str | None
 
 
-#: Schemas of the tables of a request (SEQUENCES) and of its response (OUTCOMES), which have the same order. The values of a
-#: sequence with an error are null. MASKED_SEQUENCES is the schema of rows of padded batches, whose token ids include padding.
-#: Token ids have 32 bits, which is enough for every vocabulary and halves the memory of queued requests.
+#: Schemas of the table in a request (SEQUENCES) and of the table in its response (OUTCOMES). Both tables have the same row
+#: order. If a sequence has an error, its values are null. MASKED_SEQUENCES is the schema for rows of padded batches, whose
+#: token ids include padding. Token ids are 32-bit, which is enough for every vocabulary and halves the memory that queued
+#: requests need.
 SEQUENCES = pa.schema([("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.int32()))])
 MASKED_SEQUENCES = SEQUENCES.append(pa.field("attention_mask", pa.list_(pa.int32())))
 OUTCOMES = pa.schema([("token_logps", pa.list_(pa.float32())), ("error", pa.string())])
 
 
 def token_count(sequences: pa.Table) -> int:
-    """Return the number of tokens of all prompts and completions."""
+    """Return the total number of tokens in the prompts and completions."""
     return sum(len(one_array(sequences[name]).flatten()) for name in SEQUENCES.names)
 
 
 def table_of(body: bytes) -> pa.Table:
-    """Read the table of an Arrow IPC stream."""
+    """Read the table from an Arrow IPC stream."""
     return pa.ipc.open_stream(body).read_all()
 
 
 def outcomes_table(outcomes: list[Any]) -> pa.Table:
-    """Return a table with the schema OUTCOMES. Each outcome is a float32 array, or the error message of its sequence."""
+    """Return the outcomes as a table with schema OUTCOMES.
+
+    Each outcome is a float32 array, or an error message for the sequence.
+    """
     good = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     lengths = np.array([0 if isinstance(outcome, str) else len(outcome) for outcome in outcomes], np.int64)
     offsets = np.zeros(len(outcomes) + 1, np.int32)

@@ -1,6 +1,6 @@
-"""Write a job's result, which has the values in dataset order as Parquet, and its report with histograms and outliers.
+"""Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-The windows of the dataset are read again, and their values are looked up in the snapshot with which the job ended.
+The dataset's windows are read again, and their values are looked up in the store's snapshot at the end of the job.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from reflogp.store.schema import one_array
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
-#: Maximum number of outliers of each kind in the report, of characters in each text, and of images of each outlier.
+#: Limits of the report: number of outliers of each kind, characters in each text, and images per outlier.
 _OUTLIERS, _TEXT, _IMAGES = 4, 4_000, 2
 #: Maximum number of bad rows that the report lists.
 _NAMED = 100
@@ -46,7 +46,7 @@ _DROPPED = "dropped because the prompt alone fills max_length; the trainer drops
 
 @dataclass(order=True)
 class _Candidate:
-    """A row that may be an outlier. The row with the largest `rank` is the strongest outlier."""
+    """A row that may be an outlier. The larger its `rank`, the stronger the outlier."""
 
     rank: float
     row: int
@@ -57,7 +57,7 @@ class _Candidate:
 
 
 class _Means:
-    """The mean log-probs per token and the margins of all rows so far, and the strongest outliers of each kind."""
+    """Mean log-probs per token and margins of all rows read so far, and the strongest outliers of each kind."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -135,7 +135,10 @@ class _Means:
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of token ids, cut at _TEXT characters. Consecutive image ids are replaced by one short text."""
+    """Decode token ids to text, truncated to _TEXT characters.
+
+    Consecutive image ids are replaced with one short placeholder.
+    """
     found, left = "", _TEXT // 2
     for is_image, run in groupby(ids, key=lambda token: token >= FIRST_IMAGE_ID):
         tokens = list(run)
@@ -153,13 +156,13 @@ def write_result(
     report: Path,
     check: Callable[[], None],
 ) -> None:
-    """Write a job's result and report. Each file gets its name only when it is complete.
+    """Write a job's result and report. Each file appears under its final name only when it is complete.
 
-    The result has one row for each row of the dataset, in order, or two rows for a pair that was unpaired for KTO. The columns
-    of the result are `row` (int64); for each completion a key (binary of 16 bytes), the sum of reference log-probs (float32)
-    and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The metadata is
-    the same as that of `reflogp join`: `reflogp` describes the reference and settings of the values, and `reflogp.coverage`
-    counts the rows that have values.
+    The result has one row for each row of the dataset, in dataset order, or two rows for a pair that was unpaired for KTO. Its
+    columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs (float32) and the
+    number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The metadata is the
+    same as in files written by `reflogp join`: `reflogp` describes the reference and settings used to compute the values, and
+    `reflogp.coverage` counts the rows that have values.
 
     Args:
         problems: row -> reason why the row could not be scored.
@@ -207,7 +210,7 @@ def write_result(
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
     """Yield (window, unreadable rows since the previous window) for each window that has completions.
 
-    The rows are a dict from row to problem.
+    The unreadable rows are a dict from row number to the problem with the row.
     """
     unread: dict[int, str] = {}
     for window in dataset:

@@ -1,6 +1,6 @@
 """Commit values of online requests to the store in the background, so that no response waits for a commit.
 
-If the worker is killed before the commit, the values are lost. The loss is acceptable, because the store is a cache.
+If the worker is killed before the commit, the values are lost. This loss is acceptable because the store is a cache.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
 logger = logging.getLogger(__name__)
 
-#: Values wait for _SECONDS so that more values are committed together, or until there are values of _SEQUENCES sequences.
+#: Values are committed after _SECONDS, or once values for _SEQUENCES sequences are waiting. The delay lets more values be
+#: committed together.
 _SECONDS, _SEQUENCES = 2.0, 4096
-#: Maximum number of tokens whose values wait for a commit, at 12 bytes per token. If values arrive faster than they are
-#: committed, the newest values are dropped.
+#: Maximum number of tokens whose values may be waiting to be committed, at 12 bytes per token. If values arrive faster than
+#: they are committed, the newest values are dropped.
 _MOST_TOKENS = 8 << 20
 
 
 def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
-    """Return the values with a copy of their sequence. The original is a view that keeps its whole request in memory."""
+    """Return the values with a copy of their sequence.
+
+    The original sequence is a view, which keeps its whole request in memory.
+    """
     sequence, logps = scored
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
 
 
 class WriteBack:
-    """A queue of values, and the thread that commits them.
+    """A queue of computed values, and the thread that commits them.
 
     Args:
-        store: store to which values are committed.
+        store: store that values are committed to.
         reference_of: returns the reference with the given id.
     """
 
@@ -46,7 +50,7 @@ class WriteBack:
         self._commits: dict[str, Committer] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
-        self._tokens = 0  # tokens that wait or are being committed
+        self._tokens = 0  # tokens whose values are waiting or being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
         self._thread.start()
@@ -54,15 +58,16 @@ class WriteBack:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Queue values at temperature 1 for a commit.
+        """Queue values computed at temperature 1 for the next commit.
 
-        Drop the values if there would be more than _MOST_TOKENS waiting tokens.
+        Drop the values if more than _MOST_TOKENS tokens would then be waiting.
         """
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
             if self._tokens and self._tokens + tokens > _MOST_TOKENS:
                 logger.warning(
-                    "%d scored sequences are not stored because earlier sequences still wait for the store", len(scored)
+                    "%d scored sequences were not stored because too many earlier values are still waiting to be committed",
+                    len(scored),
                 )
                 return
             self._tokens += tokens
@@ -70,7 +75,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Commit the waiting values. Give up after 10 seconds."""
+        """Commit the waiting values, but give up after 10 seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -90,7 +95,7 @@ class WriteBack:
                 try:
                     self._commit(reference_id, provenance, scored)
                 except ReflogpError as error:
-                    logger.warning("%d scored sequences could not be stored: %s", len(scored), error)
+                    logger.warning("could not store %d scored sequences: %s", len(scored), error)
                 finally:
                     with self._changed:
                         self._tokens -= sum(len(sequence) for sequence, _ in scored)
