@@ -100,7 +100,9 @@ def settings(model, data) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(environment):
-    modules = ["axolotl.cli.train", "axolotl.train", "peft", "reflogp.trainer", "transformers.models.llama.modeling_llama"]
+    modules = ["axolotl.cli.train", "axolotl.train", "axolotl.cli.config", "peft", "peft.optimizers", "reflogp.trainer"]
+    modules += ["evaluate", "scipy.stats", "wandb", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"]  # later, of each run
+    modules += ["transformers.models.llama.modeling_llama", "transformers.pipelines"]
     with closing(Runs(PYTHON, FOLDER, modules, environment)) as found:
         yield found
 

@@ -63,6 +63,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def runs(environment):
     modules = ["swift.pipelines", "swift.pipelines.train.rlhf", "swift.rlhf_trainers", "peft", "reflogp.trainer"]
+    modules += ["joblib", "swift.rlhf_trainers.dpo_trainer", "swift.rlhf_trainers.kto_trainer", "swift.callbacks"]
     with closing(Runs(PYTHON, FOLDER, [*modules, "transformers.models.llama.modeling_llama"], environment)) as found:
         yield found
 
