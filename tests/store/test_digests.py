@@ -145,7 +145,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, capl
     own.rename(tmp_path / "elsewhere")
     own.symlink_to(tmp_path / "elsewhere")
     assert digest(file) == truth(file)
-    assert [record for record in caplog.records if "not remembered" in record.message]
+    assert [record for record in caplog.records if "cannot be cached" in record.message]
 
 
 def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tmp_path, cache):

@@ -73,7 +73,7 @@ def test_what_is_pushed_is_pulled(run, server, store, tmp_path):
     assert {"README.md", "reference.json", "contents.json", "data/part-00001.parquet"} <= files.keys()
     assert server.repositories[NAME].private
     card = files["README.md"].decode()
-    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "numbers only"):
+    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "only numbers"):
         assert words in card
     code, said = run("pull", str(tmp_path / "other"), PLACE, "--json")
     assert code == 0, said
@@ -172,7 +172,7 @@ def test_a_repository_that_appears_meanwhile_is_looked_at(run, server, store, tm
     server.faults = HubFaults(appears={"data/train.parquet": b"PAR1"})
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert "holds other data" in said
+    assert "contains other data" in said
     server.repositories.pop(NAME)
     server.faults = HubFaults()
     assert run("push", store.uri, "hf://datasets/team/first")[0] == 0
@@ -298,7 +298,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories["team/data"].commit(other)
     code, said = run("push", store.uri, "hf://datasets/team/data")
     assert code == 2
-    assert "holds other data" in said
+    assert "contains other data" in said
     code, said = run("pull", store.uri, "hf://datasets/team/data")
     assert code == 2
     assert "was not written by `reflogp store push`" in said
@@ -308,7 +308,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories[NAME].commit(files)
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert f"holds reference {'cd' * 16}" in said
+    assert f"contains reference {'cd' * 16}" in said
     assert server.files("team/data") == other
 
 

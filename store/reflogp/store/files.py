@@ -33,7 +33,7 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.replace(target)
     except OSError as error:
         if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
-            raise  # the error is about another file, which the block read
+            raise  # the error is about a different file, which the block read
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # the file, or its folder, does not exist
@@ -47,7 +47,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def own_folder(parent: Path, name: str) -> Path:
     """Return the folder `name`-<user id> below `parent`. The folder is created with mode 0700 if it does not exist.
 
-    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or may write to it.
+    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
     """
     folder = parent / f"{name}-{os.getuid()}"
     os.close(open_own_folder(folder))
@@ -74,7 +74,7 @@ def open_own_folder(folder: Path) -> int:
 
 
 def check_own(about: os.stat_result, path: Path) -> None:
-    """Raise PermissionError for a file or folder that belongs to another user or that others may write to."""
+    """Raise PermissionError if a file or folder belongs to another user, or if other users can write to it."""
     if about.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & _OTHERS_MAY_WRITE:

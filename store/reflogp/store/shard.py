@@ -174,7 +174,7 @@ class Shard:
                 while chunk := source.read(1 << 24):
                     found.update(chunk)
         except FileNotFoundError as error:
-            raise ShardDamageError("the file is gone") from error
+            raise ShardDamageError("the file is missing") from error
         return found.hexdigest()
 
     def problem(self, digest: str | None = None) -> str | None:
@@ -230,7 +230,7 @@ class _OpenShard:
     def _meaning(self, error: BaseException) -> Exception:
         """Return a ShardDamageError if the file is missing or is readable but damaged, otherwise a StoreUnavailableError."""
         if isinstance(error, FileNotFoundError):
-            return ShardDamageError("the file is gone")
+            return ShardDamageError("the file is missing")
         try:
             with self._filesystem.open_input_stream(self._path) as source:
                 while source.read(1 << 24):

@@ -194,7 +194,7 @@ class Snapshot:
             self._load_index()
         else:
             there = storage.list_files(self._filesystem)
-            self.damaged |= {path: "the file is gone" for path in self.rows_of if path not in there}
+            self.damaged |= {path: "the file is missing" for path in self.rows_of if path not in there}
         if self.damaged:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
