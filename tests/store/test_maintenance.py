@@ -369,7 +369,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("short key", "16 bytes"),
         ("null", "null"),
         ("no object", "a provenance is not a JSON object"),
-        ("name", "another type"),
+        ("name", "wrong type"),
     ],
 )
 def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
