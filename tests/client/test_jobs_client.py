@@ -344,7 +344,7 @@ def test_a_file_that_grows_while_it_is_sent_is_refused(client, tmp_path):
         with file.open("ab") as out:
             out.write(b"y" * (1 << 20))
 
-    with pytest.raises(UsageError, match="changed while it was sent"):
+    with pytest.raises(UsageError, match="changed while it was being sent"):
         client.upload(file, progress=grow)
     assert client.references()
 
