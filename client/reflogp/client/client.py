@@ -37,7 +37,7 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service on loopback that has no token needs none.
+        token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed if the service runs on loopback without tokens.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connecting may take at most 5
             seconds.
 
@@ -64,7 +64,7 @@ class Client:
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
     def references(self) -> list[protocol.ReferenceInfo]:
-        """Return the reference models that the service serves or that its store has."""
+        """Return the reference models that the service can score with, and those that only its store has."""
         return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
@@ -199,7 +199,8 @@ class Client:
 
         Args:
             state: return only jobs in this state.
-            before: return only jobs older than the job with this id. To get the next page, pass the `next_before` of a page.
+            before: return only jobs older than the job with this id. To get the next page, pass the current page's
+                `next_before`.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))

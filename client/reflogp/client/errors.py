@@ -42,8 +42,8 @@ class RowsWithoutValuesError(ReflogpError):
 
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
         super().__init__(
-            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs "
-            "every row of the dataset: score the missing rows, or remove them from the dataset, and write the file again"
+            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
+            "for every row of the dataset: score the missing rows or remove them from the dataset, then write the file again"
         )
         self.reasons = dict(sorted(reasons.items()))
         self.rows = rows
@@ -96,7 +96,7 @@ class ServiceFailedError(ServiceError):
 
 
 class SequencesRefusedError(ServiceError):
-    """Some sequences could not be scored; the others were scored.
+    """Some sequences could not be scored, but the others were.
 
     Attributes:
         problems: why each of these sequences has no values, by index in the request.

@@ -62,7 +62,7 @@ class Following:
     """The state of one watch of a job: the job's last known state, when to reopen its stream, and when to stop.
 
     Args:
-        job: id.
+        job: id of the job.
         url: URL of the service, for messages.
         timeout: number of seconds for the whole watch, or None to watch until the job ends.
     """
@@ -88,7 +88,7 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the changed states of the job that a chunk of the stream contains.
+        """Return the new states of the job in a chunk of the stream, one for each change.
 
         Raises ServiceFailedError if an event cannot be read. After the timeout, raises DeadlineExceededError, or the error for
         the last failure.

@@ -80,7 +80,7 @@ class JobSettings(TypedDict, total=False):
 
     Attributes:
         format: format of the dataset, or None to detect it from the columns.
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: which end of a sequence to keep if it exceeds max_length; "keep_start" by default.
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; affects the sums in the result.
         priority: from -100 to 100, 0 by default; jobs with a higher priority run first.
@@ -135,8 +135,8 @@ class JobProgress:
 
     Attributes:
         rows: number of rows read so far.
-        sequences: total number of sequences, as far as it is known; 0 while it is unknown.
-        done: number of sequences that are done: hits, scored sequences and failures.
+        sequences: total number of sequences, as far as known; 0 while unknown.
+        done: number of finished sequences: hits, scored sequences and failures.
         hits: number of sequences that did not have to be computed, because the store had them or because they are duplicates
             within the dataset.
         scored: number of sequences whose values were computed.

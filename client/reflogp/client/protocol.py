@@ -286,7 +286,7 @@ def _trace_context() -> dict[str, str]:
     """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace.
 
     There are no headers if the caller has no active span. A caller with an active span has already imported opentelemetry, so
-    nothing is done unless it is imported.
+    this function checks only whether it is imported.
     """
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:

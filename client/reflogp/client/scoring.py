@@ -139,7 +139,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return (why each sequence has no values, with None for scored sequences; the scores)."""
+    """Return the problem of each sequence (None for a scored sequence), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])

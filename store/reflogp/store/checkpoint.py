@@ -1,4 +1,4 @@
-"""Read a model folder: its config, the list of its weight files, and whether those files are complete.
+"""Read a model folder's config, list its weight files, and check that they are complete.
 
 The module expects the files that transformers writes (safetensors, index.json, hub cache). It loads no tensors and does not
 import torch.

@@ -22,8 +22,8 @@ class ScoreArguments:
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model, or "auto" for the dtype that the store already has values for.
-        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of single tokens.
+        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model was scored into the store.
+        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of individual tokens.
         lm_head_dtype: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved or hub dataset.
@@ -47,7 +47,7 @@ class ScoreArguments:
     trust_remote_code: bool = False
 
     def command(self) -> str:
-        """Return the complete command line, without options that have their default values."""
+        """Return the complete command line, omitting options with default values."""
         mode = self.settings.truncation_mode
         options = [
             ("--dtype", self.dtype if self.dtype != AUTO else None),

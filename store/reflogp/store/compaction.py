@@ -30,10 +30,10 @@ from reflogp.store.table import LogprobTable
 
 #: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory, plus a row group per shard.
 SHARD_BYTES = 128 << 20
-#: A shard of fewer bytes than this counts as small.
+#: Shards with fewer bytes than this count as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: A writer compacts the small shards when there are more than this. Each writer adds a small random number to the limit, so
-#: that writers that share a table do not all start compacting at the same time.
+#: Maximum number of small shards before a writer compacts them. Each writer adds a small random number to this limit, so that
+#: writers that share a table do not all start compacting at the same time.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
 #: Maximum number of overlapping shards that one pass merges. A pass keeps one row group (4 MB) of each shard in memory. If more
@@ -146,8 +146,8 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
     """Yield the rows of several shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
     Keys are digests, so equally large parts of the key space contain about the same number of keys. Each row group is read
-    once; rows that belong to a later part stay in memory until that part is yielded. At any time, memory contains one part and
-    at most one row group of each shard.
+    once; rows that belong to a later part stay in memory until that part is yielded. Memory use is therefore limited to one
+    part and at most one row group per shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -166,7 +166,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows whose keys, as 64-bit words, start with a word below `behind`."""
+        """Return the next rows, as long as the first 64-bit word of their keys is less than `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -183,7 +183,7 @@ def small_shards_allowed() -> int:
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if there are more than `allowed`. Return None if there are fewer, or if the compaction fails.
+    """Merge the small shards if there are more than `allowed`. Return None if there are not, or if the compaction fails.
 
     The appended rows are already committed, so a failed compaction only causes a warning.
     """
@@ -205,16 +205,16 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files. It must be longer than any reader uses an old snapshot, and longer than
-            any writer takes to prepare a commit.
-        dry_run: whether to only return the files that would be deleted, without deleting them.
-        alone: set to True if you know that no other process is using the store. A retention below 1 hour is then allowed.
+        retention_hours: minimum age of deleted files. It must be longer than the time that readers use old snapshots and the
+            time that writers take to prepare a commit.
+        dry_run: if True, delete nothing, and only return the files that would be deleted.
+        alone: set this to True only if no other process is using the store. A retention below 1 hour is then allowed.
 
     Returns:
         The deleted files.
 
     Raises:
-        UsageError: the retention is so short that files that a writer is about to commit could be deleted.
+        UsageError: with such a short retention, files that a writer is about to commit could be deleted.
         DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
 
@@ -233,7 +233,7 @@ def vacuum(
         ahead = table.committed_at() - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
-                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock: nothing was deleted"
+                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock, so nothing was deleted"
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)

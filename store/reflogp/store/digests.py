@@ -33,8 +33,8 @@ _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 #: A file that changed less than this many seconds ago may change again without getting a new change time. The value includes a
 #: margin for inaccurate clocks.
 _RECENT_SECONDS = 120.0
-#: Seconds that are longer than one step of a file system's clock: a tick of the kernel's clock, or two seconds on file systems
-#: that store whole seconds.
+#: Waiting times, in seconds, that are longer than one step of a file system's clock: a tick of the kernel's clock, or two
+#: seconds on file systems that store whole seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
 #: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
@@ -106,7 +106,7 @@ class OpenFile:
         return b"".join(parts)
 
     def check(self, by_path: bool = False) -> None:
-        """Raise FileChangedError if the file changed since it was opened.
+        """Raise FileChangedError if the file has changed since it was opened.
 
         With `by_path`, also raise the error if the path now leads to a different file.
         """
@@ -184,7 +184,7 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
     Args:
         files: open files by relative name.
         name: name of the folder; transformers names modules after it.
-        others: further files for libraries to read, which are not open, as paths by relative name.
+        others: paths, by relative name, of additional files that libraries can read; these files are not open.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
     """

@@ -96,7 +96,7 @@ class Imported:
     Attributes:
         reference_id: id of the reference model that computed the rows.
         rows: number of rows in the export.
-        written: number of rows that the store did not have yet, or had with fewer values.
+        written: number of rows that the store did not have yet or had fewer values for.
         snapshot: number of the first snapshot that contains all the rows.
     """
 

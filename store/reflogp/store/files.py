@@ -1,6 +1,6 @@
 """Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
-A file is written under a temporary name in the same folder and then renamed. The cache folder holds digests of files and
+A file is written under a temporary name in the same folder and then renamed. The cache folder contains file digests and
 compiled kernels. A later run trusts the digests and executes the kernels, so they must have been written by the current user,
 even if several users share the folder.
 """
@@ -59,7 +59,8 @@ def open_own_folder(folder: Path) -> int:
 
     The descriptor always refers to the folder that was checked, even if somebody renames the folders above it.
 
-    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link in place of the folder is refused.
+    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link is not accepted in place of the
+    folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

@@ -35,7 +35,7 @@ _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revisi
 _FILE = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
 )
-_CHANGED = 412  # HTTP status if the parent of the new commit is no longer the latest commit
+_CHANGED = 412  # HTTP status for a commit whose parent is no longer the latest commit
 _ROWS_AT_ONCE = 65_536
 
 
@@ -299,7 +299,9 @@ class _Repository:
         if read_only:
             raise UsageError(f"{self.place} was not written by `reflogp store push`: it has no {CONTENTS_FILE}")
         if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
-            raise UsageError(f"{self.place} contains other data ({others[0]}, …): choose a repository for only these log-probs")
+            raise UsageError(
+                f"{self.place} contains other data ({others[0]}, …): use a separate repository for these log-probs"
+            )
         return None
 
     def has(self, contents: Contents) -> bool:
@@ -322,7 +324,7 @@ class _Repository:
         for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(f"{self.place} is damaged: {damaged[0]} does not have the sha256 that {CONTENTS_FILE} gives")
+            raise UsageError(f"{self.place} is damaged: {CONTENTS_FILE} has a different sha256 for {damaged[0]}")
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:

@@ -142,8 +142,8 @@ def join_logps(
     """Return the reference log-probs of tokenized rows. All keys are computed first and then looked up together.
 
     Args:
-        tables: tokenized rows with the columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids),
-            as one table or as an iterable of tables, of which only one at a time is in memory.
+        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
+            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         lookup: source of the values: a Snapshot, or another object with the same `find` method.
         max_length: as in the trainer's config.
         truncation_mode: as in the trainer's config.
@@ -154,8 +154,7 @@ def join_logps(
         A Join with float32 sums in nats, which also marks the rows that have no sum.
 
     Raises:
-        UsageError: columns are missing, trainers do not accept the settings, there are no tables, or ld_alpha is given without
-            pairs.
+        UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.
 
     Examples:
         >>> import pyarrow as pa
@@ -172,12 +171,12 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     """Compute the keys to look up for tokenized rows, and how many values of each a trainer with these settings needs.
 
     Args:
-        tables: tokenized rows with the columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids),
-            as one table or as an iterable of tables, of which only one at a time is in memory.
+        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
+            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         max_length, truncation_mode: as in the trainer's config.
 
     Raises:
-        UsageError: columns are missing, trainers do not accept the settings, or there are no tables.
+        UsageError: columns are missing, the settings are invalid, or there are no tables.
     """
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
@@ -222,7 +221,7 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError(
-            "ld_alpha needs the lengths of both completions of a pair: give the columns chosen_ids and rejected_ids"
+            "ld_alpha needs the lengths of both completions of a pair: provide the columns chosen_ids and rejected_ids"
         )
 
 

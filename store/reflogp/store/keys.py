@@ -142,9 +142,9 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return the first and second 8 bytes of each key as big-endian uint64 numbers: two arrays of shape (n,).
+    """Return the first and the last 8 bytes of each key as big-endian uint64 numbers: two arrays of shape (n,).
 
-    The order of the numbers is therefore the order of the keys' bytes.
+    As the numbers are big-endian, their order is the order of the keys.
     """
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)

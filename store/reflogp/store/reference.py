@@ -93,7 +93,8 @@ class Reference:
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a label for people: the name of the folder or hub model when it was first scored. The name is not part of the id.
+        name: a human-readable label: the name of the folder or hub model when it was first scored. The name is not part of the
+            id.
         dtype: dtype in which the model computes while scoring, one of `Dtype`.
         lm_head_dtype: dtype in which the output layer computes logits.
         weights: sorted sha256 digests of the weight files.
@@ -163,7 +164,7 @@ def describe_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """Return the reference for a model, given as a folder or hub id, that computes in the given dtypes.
+    """Return the reference for a model (a folder or hub id) that computes in the given dtypes.
 
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
@@ -195,8 +196,8 @@ def describe_all_numerics(
 ) -> list[Reference]:
     """Return a model's references, one for each combination of dtypes.
 
-    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. Arguments
-    and errors are those of `describe_reference`. The weights are hashed only once.
+    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. The
+    arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -291,7 +292,7 @@ def open_model(
 ) -> Iterator[OpenModel]:
     """Open a model's files for the duration of the block, and compute their reference.
 
-    Arguments and errors are those of `describe_reference`.
+    The arguments and errors are the same as for `describe_reference`.
     """
     folder = resolve_model(model, revision)
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Define the Arrow schema of shards, build and check tables with this schema, and encode tables as Arrow IPC streams.
 
-Processes send each other tables as Arrow IPC streams, including over HTTP.
+Processes exchange tables as Arrow IPC streams, including over HTTP.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Group:
         start: index of the row group's first row in the shard.
         rows: number of rows.
         bytes: uncompressed size in bytes.
-        least, greatest: the first 8 bytes of the smallest and of the largest key, as big-endian integers.
+        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers.
     """
 
     index: int

@@ -1,6 +1,6 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-The number of rows decides how keys are looked up. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
+How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
 suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
 because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
 In both cases, token values are read only for rows whose result needs them. A snapshot never writes to the store.
@@ -151,7 +151,7 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Find the rows of keys, and return them in the order of `keys`.
+        """Return where the keys were found, in the order of `keys`.
 
         The keys are sorted before the search, so that the index is read in order.
         """
@@ -232,7 +232,7 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """Find the rows of keys (sorted by `hi`) without an index, in one pass over the row groups that can contain them.
+        """Find keys (sorted by `hi`) without an index, in one pass over the row groups that can contain them.
 
         Only the keys and a few row groups are in memory at a time.
         """
@@ -400,7 +400,7 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
     """Return the response for n keys; its metadata contains reference_id and snapshot.
 
     Args:
-        snapshot: the snapshot in which the keys were looked up.
+        snapshot: the snapshot that the keys were looked up in.
         found: the result of the lookup.
         values: whether to include token_logps.
     """

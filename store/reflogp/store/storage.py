@@ -82,7 +82,7 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
 
 
 def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
-    """Raise UsageError for a scheme that delta-rs does not support. Storage that cannot be reached does not cause an error."""
+    """Raise UsageError for a scheme that delta-rs does not support. Unreachable storage does not cause an error."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)

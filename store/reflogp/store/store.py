@@ -66,7 +66,7 @@ class Store:
         """
         self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
-            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
         try:
             entries = self._entries()
             found, damaged = [], 0
@@ -80,7 +80,7 @@ class Store:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
-            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
         if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: it contains no folder with a reference.json")
         return found
@@ -238,7 +238,7 @@ def choose_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reference, str]:
-    """Return the reference of a model in a store, and how its dtype was chosen.
+    """Return the reference of a model in a store, and the reason for the choice of its dtype.
 
     Args:
         store: the store to search for the model.

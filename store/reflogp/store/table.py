@@ -47,9 +47,9 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks or has with fewer values.
+    """Return the rows that the snapshot lacks or has fewer values for.
 
-    If the snapshot has a row with fewer values, the stored values replace the first values of that row.
+    If the snapshot has some values for a row, these stored values replace the row's first values.
 
     If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
 
@@ -137,10 +137,10 @@ class LogprobTable:
         options: delta-rs storage options.
         index_rows: maximum number of rows for which a snapshot keeps its index in memory.
 
-    Threads can share a table: calls of `snapshot`, `append` and `replace` wait for each other.
+    Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
-    If the log is so damaged that delta-rs cannot read it, the table warns with StoreDamageWarning, contains only the shards
-    that the log's readable entries name, and refuses to write.
+    If the log is so damaged that delta-rs cannot read it, the table issues a StoreDamageWarning, contains only the shards that
+    the log's readable entries name, and refuses to write.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -344,7 +344,7 @@ class LogprobTable:
 
     @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
-        """Return (number of the latest snapshot, its shards as `shards` returns them)."""
+        """Return the number of the latest snapshot, and its shards as in `shards`."""
         self._refresh()
         if self._salvaged:
             return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
@@ -487,7 +487,7 @@ class LogprobTable:
         """Yield once per attempt to commit, with the latest version loaded. Pause before every attempt except the first.
 
         While an attempt prepares its commit, another writer can commit first. The pause therefore comes before the log is read,
-        and a writer whose commits have failed often pauses for less time.
+        and it becomes shorter after several failed attempts.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """
@@ -508,7 +508,7 @@ class LogprobTable:
         for shard in written:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
-                    f"{shard.path} was deleted before it was committed to {self.uri}, perhaps because a vacuum used too short "
+                    f"{shard.path} was deleted before it was committed to {self.uri}, perhaps by a vacuum with too short "
                     "a retention"
                 )
 

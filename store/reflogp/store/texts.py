@@ -1,10 +1,10 @@
 """Shorten, mask and format texts for errors, logs, pages and reports.
 
-A dataset can cause text of any length, with any characters, to appear in an error message: a column name, a value, or the
-message of a chat template. Code that keeps or prints such text must pass it through `shortened`. `visible` writes control
-characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter` prevents quoted
-text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and the reprs of
-results.
+An error message can quote text from a dataset, such as a column name or a value, or the message of a chat template. Such text
+can have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible`
+writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter`
+prevents quoted text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and
+the reprs of results.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def visible(text: str, keep: str = "") -> str:
     unchanged.
 
     Args:
-        keep: characters to leave unchanged, such as "\\n" in text of several lines.
+        keep: characters to leave unchanged, such as "\\n" in multi-line text.
     """
     if text.isprintable():
         return text

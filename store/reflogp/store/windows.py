@@ -27,7 +27,7 @@ class TrainerSettings:
     """The settings of a trainer's config that change a row's log-probs.
 
     Attributes:
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, or None to give all tokens the
             same weight.
@@ -39,7 +39,7 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that change which sequences are scored: max_length and truncation_mode, or none with keep_start.
+        """The settings that change which sequences are scored: max_length and truncation_mode, but only with keep_end.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -55,8 +55,8 @@ class Windows:
 
     Attributes:
         prompt_ids: large_list<uint32>, n lists.
-        completion_ids: large_list<uint32>, n lists. With keep_start, completions are complete, even if only their first tokens
-            are needed.
+        completion_ids: large_list<uint32>, n lists. With keep_start, these are whole completions, even if only their first
+            tokens are needed.
         needed: number of values needed from the start of each completion, int64 (n,).
         dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
     """
@@ -87,7 +87,7 @@ def windows(
     Args:
         prompt_ids: n lists of token ids.
         completion_ids: n lists of token ids.
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
 
     Raises:
