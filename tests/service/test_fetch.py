@@ -695,8 +695,8 @@ def test_files_of_the_hub_that_are_not_there_or_are_none(hub_of_team, folder, ur
 @pytest.mark.parametrize(
     "fault, says",
     [
-        ({"status": 403}, "may not"),
-        ({"status": 404}, "may not|404"),
+        ({"status": 403}, "has no permission"),
+        ({"status": 404}, "has no permission|404"),
         ({"most_bytes": 100}, "hf://"),
         ({"downloads_left": 0}, "broken off"),
     ],

@@ -264,7 +264,7 @@ def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, 
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, **settings)
     monkeypatch.chdir(tmp_path)
     with environment_of({"HF_HOME": str(tmp_path / "hf")}), running("--config", file) as service, Client(service.url) as client:
-        with pytest.raises(UsageError, match="write hf://datasets/ORGANISATION/NAME"):
+        with pytest.raises(UsageError, match="use hf://datasets/ORGANISATION/NAME"):
             client.submit("team/prefs", "ref")
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")

@@ -109,7 +109,7 @@ def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog)
     everything_writable(cache)
     tamper(cache)
     assert digest(file) == digest(file) == truth(file)
-    said = [record.message for record in caplog.records if "can be written by other users" in record.message]
+    said = [record.message for record in caplog.records if "is writable by other users" in record.message]
     assert len(said) == 1 and "chmod go-w" in said[0]
 
 

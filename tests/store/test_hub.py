@@ -220,7 +220,7 @@ def test_cards_and_files_of_people_stay(run, server, store):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "an export cannot have"),
+        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "an export cannot contain"),
         ('{"files": {}, "reference_id": "a", "rows": Infinity, "snapshot": 1, "card": ""}', "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         (None, "name different references"),
@@ -272,7 +272,7 @@ def test_a_commit_can_be_pulled_later(run, server, store, tmp_path):
     [
         (("pull", "{store}", "hf://datasets/team/none"), {}, "there is no such dataset"),
         (("pull", "{store}", f"{PLACE}@abc"), {}, "no such revision"),
-        (("pull", "{store}", "hf://team/sft-logps"), {}, "give hf://datasets/ORGANISATION/NAME"),
+        (("pull", "{store}", "hf://team/sft-logps"), {}, "use hf://datasets/ORGANISATION/NAME"),
         (("push", "{store}", f"{PLACE}@main"), {}, "leave out @main"),
         (("push", "{store}", PLACE), {"token": "hf_another"}, "log in with `hf auth login`"),
         (("push", "{store}", PLACE, "--snapshot", "99"), {}, "99"),
@@ -329,5 +329,5 @@ def test_places(uri):
 
 @pytest.mark.parametrize("uri", ["hf://datasets/a", "hf://a/b", "s3://a/b", "hf://datasets/a/b/c", "hf://datasets/a/b@", ""])
 def test_what_is_no_place(uri):
-    with pytest.raises(UsageError, match="give hf://datasets/"):
+    with pytest.raises(UsageError, match="use hf://datasets/"):
         HubPlace.parse(uri)

@@ -38,8 +38,8 @@ class Client:
     Args:
         url: URL of the service, as `reflogp serve` prints it.
         token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed if the service runs on loopback without tokens.
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connecting may take at most 5
-            seconds.
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
+            most 5 seconds.
 
     Methods raise ServiceError and its subclasses (reflogp.client.errors). If the connection fails or the service is busy,
     requests that are safe to repeat are retried with increasing pauses.

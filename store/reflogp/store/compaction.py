@@ -216,7 +216,7 @@ def vacuum(
     Raises:
         UsageError: with such a short retention, files that a writer is about to commit could be deleted.
         DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
-        StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
+        StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, vacuum

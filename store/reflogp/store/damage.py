@@ -25,7 +25,7 @@ _DAMAGED_FOLDER = "_damaged"
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file of a table.
+    """A damaged file in a table.
 
     Attributes:
         file: path of the file, relative to the table's folder.

@@ -1,9 +1,9 @@
 """The store's errors, as one tree.
 
 ReflogpError                    base class of all errors in all packages: the command line prints it as one sentence
-├── UsageError                  the call itself is wrong: a path, a name, a column, an option
+├── UsageError                  an argument is invalid: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
-└── StoreError                  the store or a checkpoint cannot serve the call
+└── StoreError                  something is wrong with the store or with a checkpoint
     ├── StoreFormatError        the store was written by a newer reflogp
     ├── StoreUnavailableError   the store cannot be opened, read or written
     ├── DamagedStoreError       parts of the store are damaged, but the call needs all of it
@@ -22,7 +22,7 @@ class ReflogpError(Exception):
 
 
 class UsageError(ReflogpError):
-    """An argument of the call is wrong, such as a path, a name, a column or an option."""
+    """An argument is invalid, such as a path, a name, a column or an option."""
 
 
 class StoreNotFoundError(UsageError):
@@ -30,7 +30,7 @@ class StoreNotFoundError(UsageError):
 
 
 class StoreError(ReflogpError):
-    """The store, or a model's checkpoint, cannot serve the call."""
+    """Something is wrong with the store or with a model's checkpoint."""
 
 
 class StoreFormatError(StoreError):

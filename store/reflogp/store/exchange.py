@@ -138,7 +138,7 @@ def export_table(
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{folder} exists and is not an empty folder; choose a new folder")
+        raise UsageError(f"{folder} exists and is not an empty folder; choose another folder")
     snapshot = snapshot or table.snapshot()
     shards = [table.shard(path) for path in snapshot.rows_of]
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")

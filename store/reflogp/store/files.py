@@ -19,7 +19,7 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; it becomes `target` if the block succeeds, and is deleted if the block fails.
+    """Yield a temporary path to write to. The file becomes `target` if the block succeeds, and is deleted if the block fails.
 
     A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
 
@@ -45,7 +45,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the folder `name`-<user id> below `parent`. The folder is created with mode 0700 if it does not exist.
+    """Return the folder `name`-<user id> in `parent`. The folder is created with mode 0700 if it does not exist.
 
     Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
     """
@@ -79,4 +79,4 @@ def check_own(about: os.stat_result, path: Path) -> None:
     if about.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & _OTHERS_MAY_WRITE:
-        raise PermissionError(f"{path} can be written by other users (chmod go-w {path})")
+        raise PermissionError(f"{path} is writable by other users (chmod go-w {path})")

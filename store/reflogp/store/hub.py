@@ -377,7 +377,7 @@ def _api() -> HfApi:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+        raise UsageError("hf:// URIs need huggingface_hub: pip install 'reflogp[hub]'") from error
     return HfApi(library_name="reflogp")
 
 
@@ -399,7 +399,7 @@ def told(place: HubPlace) -> Iterator[None]:
         if status in (401, 403):
             raise UsageError(f"{place}: the token has no permission for this ({_LOG_IN})") from error
         if status == _CHANGED:
-            raise UsageError(f"{place} was changed during the push; nothing was pushed. Push again") from error
+            raise UsageError(f"{place} was changed during the push, so nothing was pushed; push again") from error
         raise StoreUnavailableError(f"{place}: {sentence(error)}") from error
     except (network, OSError, RuntimeError, ValueError) as error:
         raise StoreUnavailableError(f"{place}: {sentence(error)}") from error

@@ -290,7 +290,7 @@ def open_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model's files for the duration of the block, and compute their reference.
+    """Open a model's files for the duration of the block, and compute the model's reference.
 
     The arguments and errors are the same as for `describe_reference`.
     """

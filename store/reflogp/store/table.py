@@ -172,7 +172,7 @@ class LogprobTable:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
-        """Create the Delta table unless it exists. It is safe for two processes to create it at the same time."""
+        """Create the Delta table if it does not exist. It is safe for two processes to create it at the same time."""
         try:
             DeltaTable.create(
                 uri,
@@ -271,10 +271,10 @@ class LogprobTable:
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Replace the shards `removed`, which contain the same rows or are damaged, with the shards `added` in one commit.
+        """Replace the `removed` shards, which contain the same rows or are damaged, with the `added` shards in one commit.
 
         Appends that other writers commit in the meantime do not conflict. If another process has already removed one of the
-        shards `removed`, nothing is committed, the files of `added` are deleted, and the result is False.
+        `removed` shards, nothing is committed, the files of the `added` shards are deleted, and the result is False.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """

@@ -1,4 +1,4 @@
-"""Shorten, mask and format texts for errors, logs, pages and reports.
+"""Shorten, mask and format text for error messages, logs, pages and reports.
 
 An error message can quote text from a dataset, such as a column name or a value, or the message of a chat template. Such text
 can have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible`
