@@ -220,7 +220,7 @@ def test_cards_and_files_of_people_stay(run, server, store):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "an export cannot contain"),
+        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "cannot contain a file"),
         ('{"files": {}, "reference_id": "a", "rows": Infinity, "snapshot": 1, "card": ""}', "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         (None, "name different references"),
