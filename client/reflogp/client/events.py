@@ -80,7 +80,7 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        After the timeout, raises DeadlineExceededError, or the error for the last failure.
+        After the timeout, raises the error for the last failure, or DeadlineExceededError if there was no failure.
         """
         self._check_time()
         self._parser = EventParser()
@@ -90,8 +90,8 @@ class Following:
     def take(self, chunk: bytes) -> list[Job]:
         """Return the new states of the job in a chunk of the stream, one for each change.
 
-        Raises ServiceFailedError if an event cannot be read. After the timeout, raises DeadlineExceededError, or the error for
-        the last failure.
+        Raises ServiceFailedError if an event cannot be read. After the timeout, raises the error for the last failure, or
+        DeadlineExceededError if there was no failure.
         """
         self._heard_at = time.monotonic()
         changes = []
@@ -115,8 +115,8 @@ class Following:
     def pause(self, cause: protocol.Outcome) -> float:
         """Return the number of seconds to wait before the stream is reopened.
 
-        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the error
-        for the cause if the service refused the request, was never reached, or has not responded for too long.
+        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the
+        corresponding error if the service refused the request, was never reached, or has not responded for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

@@ -183,7 +183,7 @@ def small_shards_allowed() -> int:
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if there are more than `allowed`. Return None if there are not, or if the compaction fails.
+    """Merge the small shards if there are more than `allowed`. Return None if no compaction was needed, or if it failed.
 
     The appended rows are already committed, so a failed compaction only causes a warning.
     """
@@ -205,8 +205,8 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files. It must be longer than the time that readers use old snapshots and the
-            time that writers take to prepare a commit.
+        retention_hours: minimum age of deleted files. It must exceed the longest time that a reader uses an old snapshot or a
+            writer prepares a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
         alone: set this to True only if no other process is using the store. A retention below 1 hour is then allowed.
 

@@ -22,7 +22,7 @@ class ReflogpError(Exception):
 
 
 class UsageError(ReflogpError):
-    """An argument is invalid, such as a path, a name, a column or an option."""
+    """An argument is invalid, for example a path, a name, a column or an option."""
 
 
 class StoreNotFoundError(UsageError):

@@ -198,7 +198,7 @@ def push_table(
     snapshot = snapshot or table.snapshot()
     if not repository.exists():
         repository.create(public)
-    there = repository.contents(replace=replace)  # a new repository is read too: another push may have filled it
+    there = repository.contents(replace=replace)  # a new repository is read too: another push may have filled it by now
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
             f"{place} contains reference {there.reference_id}, not {table.reference.reference_id}. A repository can contain "

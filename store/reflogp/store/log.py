@@ -25,7 +25,7 @@ FOLDER = "_delta_log"
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
-#: The problem that is reported for an entry that does not exist.
+#: The problem that is reported for a log entry that does not exist.
 GONE = "the entry is missing"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
@@ -49,7 +49,7 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return a commit's changes for its commitInfo: the shards that it adds, with digests, and the paths that it removes."""
+    """Return a copy of a commit's changes for its commitInfo: the shards it adds, with digests, and the paths it removes."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 

@@ -360,7 +360,7 @@ class Found:
         """Yield the provenances (how values were computed) of the keys at the indices `some`.
 
         The order is arbitrary. A provenance can be yielded several times, because duplicates are removed only among rows that
-        are read together. Misses and rows of damaged shards yield nothing.
+        are read together. Nothing is yielded for misses and for rows in damaged shards.
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())

@@ -89,7 +89,10 @@ def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
 
 
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return a filesystem for reading. For a local folder, use Arrow's own, which is faster than that of `open_filesystem`."""
+    """Return a filesystem for reading.
+
+    For a local folder, this is Arrow's own filesystem, which is faster than the one from `open_filesystem`.
+    """
     return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
 
 

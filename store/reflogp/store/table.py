@@ -513,7 +513,7 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit, based on the version that was read. Return False if another writer committed first."""
+        """Commit changes on top of the version that was read. Return False if another writer committed first."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

@@ -170,7 +170,7 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened_without_secrets(text: str) -> str:
-    """Hide secrets in a text, then shorten it. (After shortening, a secret that was cut off would not be recognized.)"""
+    """Hide secrets in a text, then shorten it. Secrets are hidden first because a truncated one would not be recognized."""
     return shortened(hide_secrets(text))
 
 
