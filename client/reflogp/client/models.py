@@ -12,7 +12,7 @@ from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
-#: The states in which a job has ended.
+#: The states of a job that has ended.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
 #: Maximum number of jobs that the repr of a page lists. Any further jobs are only counted.
 _SHOWN_JOBS = 10

@@ -270,7 +270,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments, except the body, with which httpx's `stream` sends a call now."""
+    """Return the arguments for sending a call now with httpx's `stream`, except for the body."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:

@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """For each of n keys, the row in which it was found.
+    """The stored row of each of n keys, if there is one.
 
     Attributes:
         length: number of stored values, int32, or MISS if the key was not found.

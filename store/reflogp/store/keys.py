@@ -1,4 +1,4 @@
-"""Compute keys: 16 bytes that identify a sequence by its token ids alone, independent of text, templates, models and files."""
+"""Compute keys: 16 bytes that identify a sequence by its token ids, independently of text, templates, models and files."""
 
 from __future__ import annotations
 
