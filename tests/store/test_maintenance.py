@@ -340,12 +340,12 @@ def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, tmp_pat
         return original(added, removed)
 
     monkeypatch.setattr(table, "_commit", late)
-    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+    with pytest.raises(StoreUnavailableError, match="was deleted before it was committed"):
         table.append(some_rows(0, 10)[1])
     monkeypatch.undo()
     vanished = table.write(some_rows(700, 10)[1])
     (Path(table.uri) / vanished.path).unlink()
-    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+    with pytest.raises(StoreUnavailableError, match="was deleted before it was committed"):
         table.replace(list(table.shards()), [vanished])
     assert not verify(table)
     assert len(table.snapshot()) == 10
