@@ -181,7 +181,7 @@ def test_each_numerics_has_an_id_and_the_old_ones_keep_theirs(reference_folder):
     assert found["bfloat16-autocast"].lm_head_dtype == "bfloat16-autocast"
     float32_head = describe_reference(str(reference_folder), "bfloat16-autocast", lm_head_dtype="float32")
     assert float32_head.reference_id not in {reference.reference_id for reference in found.values()}
-    with pytest.raises(UsageError, match="output layer computes in float32 or in the model's dtype"):
+    with pytest.raises(UsageError, match="leave it out to compute logits in the model's dtype"):
         describe_reference(str(reference_folder), "bfloat16", lm_head_dtype="bfloat16-autocast")
 
 

@@ -148,8 +148,8 @@ def test_a_revision_names_a_commit(server, folder):
     [
         ("hf://datasets/team/prefs", {"split": "validation"}, "the dataset has no split 'validation'; choose from train, test"),
         ("hf://datasets/team/prefs", {"config": "none"}, "cannot load the dataset: .*'none' not found.*main"),
-        ("hf://datasets/team/nothing", {}, "the token may not read it"),
-        ("hf://datasets/team/prefs@none", {}, "the token may not read it"),
+        ("hf://datasets/team/nothing", {}, "the token has no permission to read it"),
+        ("hf://datasets/team/prefs@none", {}, "the token has no permission to read it"),
     ],
 )
 def test_what_is_not_there_is_named(server, folder, uri, more, says):
@@ -201,7 +201,7 @@ def test_a_card_leads_nowhere_else(server, folder, listener, place, end, tmp_pat
         ({"README.md": b"x" * (5 << 20), "a.jsonl": b"{}\n"}, "README.md is longer than"),
         ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"\.huggingface\.yaml, which is not supported"),
         ({"a.txt": b"text\n"}, r"a\.txt does not end in"),
-        ({"a@b.jsonl": b"{}\n"}, "is not a file of the Hub"),
+        ({"a@b.jsonl": b"{}\n"}, "is not a file on the Hub"),
         ({"odd.py": b"print()\n"}, "cannot load the dataset"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, 
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, **settings)
     monkeypatch.chdir(tmp_path)
     with environment_of({"HF_HOME": str(tmp_path / "hf")}), running("--config", file) as service, Client(service.url) as client:
-        with pytest.raises(UsageError, match="write hf://datasets/ORGANISATION/NAME"):
+        with pytest.raises(UsageError, match="use hf://datasets/ORGANISATION/NAME"):
             client.submit("team/prefs", "ref")
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")

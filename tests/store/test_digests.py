@@ -109,7 +109,7 @@ def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog)
     everything_writable(cache)
     tamper(cache)
     assert digest(file) == digest(file) == truth(file)
-    said = [record.message for record in caplog.records if "can be written by other users" in record.message]
+    said = [record.message for record in caplog.records if "is writable by other users" in record.message]
     assert len(said) == 1 and "chmod go-w" in said[0]
 
 
@@ -145,7 +145,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, capl
     own.rename(tmp_path / "elsewhere")
     own.symlink_to(tmp_path / "elsewhere")
     assert digest(file) == truth(file)
-    assert [record for record in caplog.records if "not remembered" in record.message]
+    assert [record for record in caplog.records if "cannot be cached" in record.message]
 
 
 def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tmp_path, cache):

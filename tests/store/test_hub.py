@@ -73,7 +73,7 @@ def test_what_is_pushed_is_pulled(run, server, store, tmp_path):
     assert {"README.md", "reference.json", "contents.json", "data/part-00001.parquet"} <= files.keys()
     assert server.repositories[NAME].private
     card = files["README.md"].decode()
-    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "numbers only"):
+    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "only numbers"):
         assert words in card
     code, said = run("pull", str(tmp_path / "other"), PLACE, "--json")
     assert code == 0, said
@@ -172,7 +172,7 @@ def test_a_repository_that_appears_meanwhile_is_looked_at(run, server, store, tm
     server.faults = HubFaults(appears={"data/train.parquet": b"PAR1"})
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert "holds other data" in said
+    assert "contains other data" in said
     server.repositories.pop(NAME)
     server.faults = HubFaults()
     assert run("push", store.uri, "hf://datasets/team/first")[0] == 0
@@ -220,7 +220,7 @@ def test_cards_and_files_of_people_stay(run, server, store):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "an export cannot have"),
+        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "cannot contain a file"),
         ('{"files": {}, "reference_id": "a", "rows": Infinity, "snapshot": 1, "card": ""}', "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         (None, "name different references"),
@@ -272,7 +272,7 @@ def test_a_commit_can_be_pulled_later(run, server, store, tmp_path):
     [
         (("pull", "{store}", "hf://datasets/team/none"), {}, "there is no such dataset"),
         (("pull", "{store}", f"{PLACE}@abc"), {}, "no such revision"),
-        (("pull", "{store}", "hf://team/sft-logps"), {}, "give hf://datasets/ORGANISATION/NAME"),
+        (("pull", "{store}", "hf://team/sft-logps"), {}, "use hf://datasets/ORGANISATION/NAME"),
         (("push", "{store}", f"{PLACE}@main"), {}, "leave out @main"),
         (("push", "{store}", PLACE), {"token": "hf_another"}, "log in with `hf auth login`"),
         (("push", "{store}", PLACE, "--snapshot", "99"), {}, "99"),
@@ -298,7 +298,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories["team/data"].commit(other)
     code, said = run("push", store.uri, "hf://datasets/team/data")
     assert code == 2
-    assert "holds other data" in said
+    assert "contains other data" in said
     code, said = run("pull", store.uri, "hf://datasets/team/data")
     assert code == 2
     assert "was not written by `reflogp store push`" in said
@@ -308,7 +308,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories[NAME].commit(files)
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert f"holds reference {'cd' * 16}" in said
+    assert f"contains reference {'cd' * 16}" in said
     assert server.files("team/data") == other
 
 
@@ -329,5 +329,5 @@ def test_places(uri):
 
 @pytest.mark.parametrize("uri", ["hf://datasets/a", "hf://a/b", "s3://a/b", "hf://datasets/a/b/c", "hf://datasets/a/b@", ""])
 def test_what_is_no_place(uri):
-    with pytest.raises(UsageError, match="give hf://datasets/"):
+    with pytest.raises(UsageError, match="use hf://datasets/"):
         HubPlace.parse(uri)

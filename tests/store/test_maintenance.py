@@ -253,7 +253,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
-    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json names another sha256"):
+    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json has a different sha256"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     (tmp_path / "shared" / "contents.json").unlink()  # exports of older versions had no such file
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
@@ -340,12 +340,12 @@ def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, tmp_pat
         return original(added, removed)
 
     monkeypatch.setattr(table, "_commit", late)
-    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+    with pytest.raises(StoreUnavailableError, match="was deleted before it was committed"):
         table.append(some_rows(0, 10)[1])
     monkeypatch.undo()
     vanished = table.write(some_rows(700, 10)[1])
     (Path(table.uri) / vanished.path).unlink()
-    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+    with pytest.raises(StoreUnavailableError, match="was deleted before it was committed"):
         table.replace(list(table.shards()), [vanished])
     assert not verify(table)
     assert len(table.snapshot()) == 10
@@ -369,7 +369,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("short key", "16 bytes"),
         ("null", "null"),
         ("no object", "a provenance is not a JSON object"),
-        ("name", "another type"),
+        ("name", "wrong type"),
     ],
 )
 def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):

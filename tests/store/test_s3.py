@@ -86,7 +86,7 @@ def test_a_damaged_object_is_dropped_by_a_repair(uri):
     shard = next(iter(table.shards()))
     table.filesystem.delete_file(shard)
     found = verify(Store(uri).table(REFERENCE.reference_id))
-    assert [(d.file, d.problem) for d in found] == [(shard, "the file is gone")]
+    assert [(d.file, d.problem) for d in found] == [(shard, "the file is missing")]
     mended = repair(table, found)
     assert not verify(mended)
     assert mended.totals()[1] == 50

@@ -1,4 +1,4 @@
-"""Call a scoring service over HTTP. The client needs httpx; it does not need torch."""
+"""Call a scoring service over HTTP. The client needs httpx, but not torch."""
 
 from reflogp.client.client import AsyncClient, Client
 from reflogp.client.errors import (

@@ -1,6 +1,6 @@
 """Call a scoring service over HTTP with `Client`, or with `AsyncClient`, which has the same methods.
 
-Both need httpx, not torch.
+Both clients need httpx, but not torch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
 
 
 class Client:
-    """A client of a scoring service.
+    """A client for a scoring service.
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed on loopback if the service has no token.
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connecting may take at most 5
-            seconds.
+        token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed if the service runs on loopback without tokens.
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
+            most 5 seconds.
 
-    Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
-    request that is safe to repeat is retried, with growing pauses.
+    Methods raise ServiceError and its subclasses (reflogp.client.errors). If the connection fails or the service is busy,
+    requests that are safe to repeat are retried with increasing pauses.
 
     Examples:
         >>> from reflogp.client import Client
@@ -64,25 +64,27 @@ class Client:
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
     def references(self) -> list[protocol.ReferenceInfo]:
-        """Return the reference models that the service or its store has."""
+        """Return the reference models that the service can score with, and those that only its store has."""
         return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> protocol.Lookup:
-        """Look up keys in the service's store. Many keys are sent in several requests, all for the same snapshot.
+        """Look up keys in the service's store.
+
+        Large numbers of keys are split into several requests, all for the same snapshot.
 
         Args:
             reference: name or id of the reference.
-            keys: n keys of 16 bytes, as `reflogp.store.sequence_keys` makes them.
-            values: True to return token_logps too.
+            keys: n keys of 16 bytes each, from `reflogp.store.sequence_keys`.
+            values: whether to return token_logps too.
             snapshot: number of the snapshot, or None for the latest.
 
         Returns:
             A Lookup with lengths, sums and, if requested, values, in the order of the keys.
 
         Raises:
-            UsageError: `keys` holds something that is not a key.
+            UsageError: `keys` contains something that is not a key.
             RequestRefusedError: the service has no such reference or snapshot.
         """
         return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
@@ -99,28 +101,30 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """Score n sequences now and return their log-probs. Many sequences are sent in several requests, one after the other.
+        """Score n sequences immediately and return their log-probs.
+
+        Large numbers of sequences are split into several requests, which are sent one after the other.
 
         Args:
             reference: name or id of the reference.
             prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
             completions: n lists of token ids.
-            temperature: number by which the logits are divided. Only values at temperature 1 are read from the store and
-                written to it.
-            cache_read: use the values that the store has, and compute only the missing values.
-            cache_write: True to write the computed values to the store.
-            deadline: seconds for the whole call: waiting in the service's queue, computing, retries and the pauses between
-                them. A slow connection may add to this time. None waits up to 10 minutes for each response (or for the client's
-                own `timeout`).
-            attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
-                is padding. Such sequences are scored with their padding, so padded completion tokens have values too.
-                Their values are never looked up in the store or written to it.
+            temperature: number that the logits are divided by. Only values at temperature 1 are read from the store or written
+                to it.
+            cache_read: whether to use the values that the store has, and compute only the missing ones.
+            cache_write: whether to write the computed values to the store.
+            deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
+                and retries with their pauses. A slow connection may add to this time. With None, the client waits up to 10
+                minutes (or up to its own `timeout`) for each response.
+            attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
+                padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padded completion tokens
+                have values too. The values of such sequences are never looked up in the store or written to it.
 
         Returns:
             A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
 
         Raises:
-            SequencesRefusedError: some sequences could not be scored; the error holds the values of the others.
+            SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
             ServiceBusyError: the queue was full at every attempt.
             UsageError: prompts and completions are not lists of token ids, or differ in number.
@@ -130,19 +134,20 @@ class Client:
         return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """Upload a dataset file, in bounded memory. A file that the service already has under this name is not sent again.
+        """Upload a dataset file, using bounded memory. A file that the service already has under this name is not sent again.
 
         Args:
-            path: a file whose suffix gives its format: .jsonl .json .csv (also as .gz .bz2 .zst .lz4), .parquet .arrow.
-            name: name on the service, with such a suffix. By default, the file's own name follows the first characters of its
-                digest, so that different files of the same name do not replace each other.
+            path: a file whose suffix determines its format: .jsonl, .json or .csv (also followed by .gz, .bz2, .zst or .lz4),
+                .parquet or .arrow.
+            name: name of the file on the service, with such a suffix. The default is the file's own name, preceded by the first
+                characters of its digest, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
-            An UploadInfo with the name, size, sha256 and time of the file on the service.
+            An UploadInfo with the file's name on the service, its size, its sha256 and the time of the upload.
 
         Raises:
-            UsageError: the file does not exist, is a folder, has an unknown suffix, or changes while it is sent.
+            UsageError: the file does not exist, is a folder, has an unknown suffix, or changes while it is being sent.
         """
         return self._run(jobs.upload_plan(files.local_file(path, name, progress)))
 
@@ -158,11 +163,11 @@ class Client:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
         Args:
-            dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset of the Hugging Face Hub,
-                which the service downloads if its settings allow it; or ServicePath, ServiceUri or Uploaded.
+            dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
+                which the service downloads if its settings allow it; or a ServicePath, ServiceUri or Uploaded.
             reference: name or id of the reference.
-            split: split of a saved DatasetDict or of a dataset of the Hub.
-            idempotency_key: a key that identifies the job. The service refuses the same key for another job.
+            split: split of a saved DatasetDict or of a dataset on the Hub.
+            idempotency_key: a key that identifies the job. The service refuses the same key for a different job.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
         Returns:
@@ -170,7 +175,7 @@ class Client:
 
         Raises:
             UsageError: the file does not exist, or is a folder.
-            TypeError: `settings` has a name that is not a setting of jobs.
+            TypeError: `settings` contains a name that is not a job setting.
         """
         jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
@@ -182,7 +187,7 @@ class Client:
         """Return a job in its current state.
 
         Args:
-            job: id.
+            job: id of the job.
 
         Raises:
             RequestRefusedError: there is no such job (status 404).
@@ -190,25 +195,26 @@ class Client:
         return jobs.job_of(self._send(jobs.job_call(job)))
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """Return up to `limit` jobs, the newest first.
+        """Return up to `limit` jobs, newest first.
 
         Args:
-            state: only jobs in this state.
-            before: only jobs older than the job of this id; a page's `next_before` gives the next page.
+            state: return only jobs in this state.
+            before: return only jobs older than the job with this id. To get the next page, pass the current page's
+                `next_before`.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job: a queued job ends at once, a running job after its current forward pass.
+        """Cancel a job. A queued job ends immediately, and a running job ends after its current forward pass.
 
         Scored sequences stay in the store.
 
         Args:
-            job: id.
+            job: id of the job.
 
         Raises:
-            RequestRefusedError: the job is done or failed (status 409).
+            RequestRefusedError: the job is done or has failed (status 409).
         """
         return self._run(jobs.cancel_plan(job))
 
@@ -216,18 +222,18 @@ class Client:
         """Queue a failed or cancelled job again.
 
         Args:
-            job: id.
+            job: id of the job.
 
         Raises:
-            RequestRefusedError: the job is in another state (status 409).
+            RequestRefusedError: the job has not failed and was not cancelled (status 409).
         """
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Return histograms, outliers and bad rows of a done job.
+        """Return the histograms, outliers and bad rows of a completed job.
 
         Args:
-            job: id.
+            job: id of the job.
 
         Raises:
             RequestRefusedError: the job is not done (status 409).
@@ -235,10 +241,12 @@ class Client:
         return jobs.report_of(self._send(jobs.report_call(job)))
 
     def result(self, job: str, output_path: str | Path) -> Path:
-        """Save a done job's values as Parquet, one row per row of the dataset. The file appears only when it is complete.
+        """Save a completed job's values as a Parquet file.
+
+        The file has one row per row of the dataset, and appears only when it is complete.
 
         Args:
-            job: id.
+            job: id of the job.
             output_path: file to write.
 
         Returns:
@@ -254,12 +262,12 @@ class Client:
         return output
 
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
-        """Yield the job in its current state, then after every change, until the job is done, failed or cancelled.
+        """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        Timeouts, reconnects and errors are those of `watch`.
+        Timeouts, reconnects and errors work as in `watch`.
 
         Args:
-            job: id.
+            job: id of the job.
             timeout: as in `watch`.
         """
         following = Following(job, self.url, timeout)
@@ -289,18 +297,19 @@ class Client:
     ) -> Job:
         """Wait until a job is done, failed or cancelled, and return it.
 
-        The wait continues after lost connections and restarts of the service.
+        Waiting continues after lost connections and after restarts of the service.
 
         Args:
-            job: id.
+            job: id of the job.
             on_change: a function that is called with the job at the start and after every change.
-            timeout: seconds to wait. None waits until the job ends, or until the service does not respond for 10 minutes.
-            check: True to raise JobFailedError if the job fails or is cancelled.
+            timeout: number of seconds to wait. With None, wait until the job ends or the service has not responded for 10
+                minutes.
+            check: whether to raise JobFailedError if the job fails or is cancelled.
 
         Raises:
-            DeadlineExceededError: the job has not ended within the timeout; it continues on the service.
-            ServiceUnreachableError: the service did not respond when the timeout ended, for 10 minutes, or in the first 5
-                attempts.
+            DeadlineExceededError: the job did not end within the timeout; it continues on the service.
+            ServiceUnreachableError: the service did not respond to the first 5 attempts, had not responded for 10 minutes, or
+                was not responding when the timeout ended.
             JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):
@@ -358,7 +367,7 @@ class Client:
 
 
 class AsyncClient:
-    """The asyncio version of `Client`: use it in `async with`, await its methods, and read `events` with `async for`.
+    """The asyncio version of `Client`: use it in `async with`, await its methods, and iterate over `events` with `async for`.
 
     Args:
         url: as in `Client`.
@@ -545,13 +554,13 @@ class AsyncClient:
 
 
 def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
-    """Return the keyword arguments of httpx.Client and httpx.AsyncClient. Raises UsageError for an unusable URL or token."""
+    """Return the keyword arguments for httpx.Client and httpx.AsyncClient. Raises UsageError for an unusable URL or token."""
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"service {url!r}: a URL begins with http:// or https://")
+        raise UsageError(f"service {url!r}: the URL must begin with http:// or https://")
     headers = {"user-agent": f"reflogp/{version('reflogp')}"}
     token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UsageError("the token holds characters that a token cannot have; give it as `reflogp token` printed it")
+        raise UsageError("the token contains characters that are not allowed; use it exactly as `reflogp token` printed it")
     if token:
         headers["authorization"] = f"Bearer {token}"
     seconds = protocol.ANSWER_SECONDS if timeout is None else timeout

@@ -1,15 +1,15 @@
-"""Errors of the client; all are subclasses of the store's ReflogpError.
+"""Errors that the client raises; all are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-├── RowsWithoutValuesError    an export needs a value for every row, and some rows have none
+├── RowsWithoutValuesError    an export needs a value for every row, but some rows have none
 └── ServiceError              a service could not do what was requested
     ├── ServiceUnreachableError   no connection, or no response in time
-    ├── DeadlineExceededError     not done within the caller's deadline or timeout
+    ├── DeadlineExceededError     not completed within the caller's deadline or timeout
     ├── ServiceBusyError          429 or 503, after the retries
     ├── NotAllowedError           401 or 403
-    ├── RequestRefusedError       another 4xx: the request is wrong
-    ├── ServiceFailedError        another 5xx, or a response that cannot be read
-    ├── SequencesRefusedError     some sequences could not be scored; holds the values of the others
+    ├── RequestRefusedError       any other 4xx: the request is invalid
+    ├── ServiceFailedError        any other 5xx, or a response that cannot be read
+    ├── SequencesRefusedError     some sequences could not be scored; contains the values of the others
     └── JobFailedError            a job failed or was cancelled
 """
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
     from reflogp.client.models import Job
 
-#: Maximum number of sequences whose problem an error message quotes. The message only counts the others.
+#: Maximum number of sequences whose problems an error message quotes. Any further sequences are only counted.
 _TOLD = 3
-#: Maximum number of rows that an error message names. The message only counts the others.
+#: Maximum number of rows that an error message lists. Any further rows are only counted.
 _NAMED = 10
 
 
 class RowsWithoutValuesError(ReflogpError):
-    """Rows of a dataset have no values, but the export format needs a value for every row.
+    """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: the reason why each row has no value, by row number and in order; "" if the file gives no reason.
-        rows: number of rows of the dataset.
+        reasons: why each of these rows has no value, by row number, in ascending order; "" if the file gives no reason.
+        rows: number of rows in the dataset.
     """
 
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
         super().__init__(
-            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs "
-            "every row of the dataset: score the missing rows, or remove them from the dataset, and write the file again"
+            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
+            "for every row of the dataset: score the missing rows or remove them from the dataset, then write the file again"
         )
         self.reasons = dict(sorted(reasons.items()))
         self.rows = rows
 
 
 def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """Return the first few rows by number, with the reason for each, as text."""
+    """Return a text that lists the numbers of the first few rows, each with its reason if there is one."""
     numbers = sorted(map(int, rows))
     told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
@@ -62,7 +62,7 @@ class ServiceError(ReflogpError):
 
     Attributes:
         status: HTTP status, or None if there was no response.
-        next_step: what the user can do, in the service's words.
+        next_step: what the user can do next, as suggested by the service.
     """
 
     def __init__(self, message: str, status: int | None = None, next_step: str = "") -> None:
@@ -76,7 +76,7 @@ class ServiceUnreachableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The request was not done within the caller's `deadline` or `timeout` (status 504 if the service reports it)."""
+    """The request was not completed within the caller's `deadline` or `timeout` (status 504 if the service reports this)."""
 
 
 class ServiceBusyError(ServiceError):
@@ -84,23 +84,23 @@ class ServiceBusyError(ServiceError):
 
 
 class NotAllowedError(ServiceError):
-    """The token is missing, is not valid, or does not have the required scope (status 401 or 403)."""
+    """The token is missing or invalid, or does not have the required scope (status 401 or 403)."""
 
 
 class RequestRefusedError(ServiceError):
-    """The request is wrong (another status 4xx)."""
+    """The request is invalid (any other 4xx status)."""
 
 
 class ServiceFailedError(ServiceError):
-    """The service failed (another status 5xx), or its response cannot be read."""
+    """The service failed (any other 5xx status), or its response cannot be read."""
 
 
 class SequencesRefusedError(ServiceError):
-    """Some sequences could not be scored; the others were scored.
+    """Some sequences could not be scored, but the others were.
 
     Attributes:
-        problems: the reason why a sequence has no values, by position of the sequence.
-        results: float32 arrays in the order of the request, with None for a sequence with a problem.
+        problems: why each of these sequences has no values, by index in the request.
+        results: float32 arrays in the order of the request, with None for each sequence that has a problem.
     """
 
     def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:

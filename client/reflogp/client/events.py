@@ -1,6 +1,6 @@
 """Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
 
-This module parses events, and decides when to reconnect and when to stop. It opens no connection: the clients open connections,
+This module parses events, and decides when to reconnect and when to stop. It does not open connections: the clients open them,
 and pass the received bytes to this module.
 """
 
@@ -18,14 +18,14 @@ from reflogp.client.errors import DeadlineExceededError, ServiceFailedError
 from reflogp.client.jobs import events_call, job_from
 from reflogp.client.models import Job
 
-#: Seconds without a byte after which a connection counts as lost; the service sends a comment every 15 seconds.
+#: Number of seconds without a byte after which a connection counts as lost. The service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Seconds without any byte from the service after which a watch ends, even before its timeout. The service can restart in this
-#: time.
+#: Number of seconds without a byte from the service after which a watch ends, even before its timeout. This is long enough for
+#: the service to restart.
 _AWAY = 600.0
-#: Minimum seconds before a stream is opened again.
+#: Minimum number of seconds before a stream is reopened.
 _LEAST_PAUSE = 0.5
-#: Seconds added to the time that a read may take, so that it never ends before the watch's timeout.
+#: Number of seconds added to the timeout of a read, so that a read never times out before the watch does.
 _SLACK = 0.05
 
 
@@ -41,7 +41,7 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[tuple[str, str]]:
-        """Return (event, data) for every event that is complete with this chunk."""
+        """Return (event, data) for every event that this chunk completes."""
         *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be the first half of \r\n
         found = []
         for line in lines:
@@ -59,12 +59,12 @@ class EventParser:
 
 
 class Following:
-    """The state of one watch of a job: the job's last known state, when to open its stream again, and when to stop.
+    """The state of one watch of a job: the job's last known state, when to reopen its stream, and when to stop.
 
     Args:
-        job: id.
+        job: id of the job.
         url: URL of the service, for messages.
-        timeout: seconds for the whole watch, or None for as long as the job takes.
+        timeout: number of seconds for the whole watch, or None to watch until the job ends.
     """
 
     def __init__(self, job: str, url: str, timeout: float | None) -> None:
@@ -78,9 +78,9 @@ class Following:
         self._cause: protocol.Outcome = None
 
     def call(self) -> protocol.Call:
-        """Return the request that opens the stream, for the first time or again.
+        """Return the request that opens or reopens the stream.
 
-        After the timeout, raises DeadlineExceededError, or the error for the last failure.
+        After the timeout, raises the error for the last failure, or DeadlineExceededError if there was no failure.
         """
         self._check_time()
         self._parser = EventParser()
@@ -88,10 +88,10 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the changes of the job in a chunk of the stream.
+        """Return the new states of the job in a chunk of the stream, one for each change.
 
-        Raises ServiceFailedError if an event cannot be read. After the timeout, raises DeadlineExceededError, or the error for
-        the last failure.
+        Raises ServiceFailedError if an event cannot be read. After the timeout, raises the error for the last failure, or
+        DeadlineExceededError if there was no failure.
         """
         self._heard_at = time.monotonic()
         changes = []
@@ -101,7 +101,9 @@ class Following:
             try:
                 job = job_from(json.loads(data))
             except protocol.UNREADABLE as error:
-                raise ServiceFailedError(f"the service's event cannot be read ({type(error).__name__}: {error})") from error
+                raise ServiceFailedError(
+                    f"an event from the service cannot be read ({type(error).__name__}: {error})"
+                ) from error
             if job != self._last:
                 changes.append(job)
             self._last, self._failures = job, 0
@@ -111,10 +113,10 @@ class Following:
         return changes
 
     def pause(self, cause: protocol.Outcome) -> float:
-        """Return the seconds to wait before the stream is opened again.
+        """Return the number of seconds to wait before the stream is reopened.
 
-        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the error
-        for the cause if the service refuses the request, was never reached, or has not responded for too long.
+        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the
+        corresponding error if the service refused the request, was never reached, or has not responded for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:
@@ -132,4 +134,6 @@ class Following:
             return
         if self._failures or self._last is None:
             raise protocol.failure(self._url, self._cause)
-        raise DeadlineExceededError(f"job {self._id} is {self._last.state} after {self._timeout:g} seconds; the job continues")
+        raise DeadlineExceededError(
+            f"job {self._id} is still {self._last.state} after {self._timeout:g} seconds; the job continues"
+        )

@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 #: Number of characters of the digest at the start of an upload's name, and maximum length of a name that a service accepts.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
 
-#: Called with (bytes done, total bytes).
+#: A callback that receives (bytes done, total bytes).
 Progress = Callable[[int, int], None]
 
 
@@ -31,8 +31,8 @@ class LocalFile:
     Attributes:
         name: name under which a service will keep the file.
         size: size in bytes.
-        sha256: digest of the content, hexadecimal.
-        progress: a function that is called while the file is sent.
+        sha256: hexadecimal digest of the content.
+        progress: a function that is called while the file is being sent.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class LocalFile:
     progress: Progress | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes. Raises UsageError if the file became shorter or longer meanwhile."""
+        """Yield the file's bytes in chunks. Raises UsageError if the file's size has changed."""
         sent = 0
         try:
             with self.path.open("rb") as file:
@@ -56,7 +56,7 @@ class LocalFile:
         except OSError as error:
             raise UsageError(f"{self.path} cannot be read: {error.strerror}") from error
         if sent != self.size:
-            raise UsageError(f"{self.path} changed while it was sent; send it again when it is complete")
+            raise UsageError(f"{self.path} changed while it was being sent; send it again when it is complete")
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the same chunks as `chunks`, which are read outside the event loop's thread."""
@@ -66,11 +66,11 @@ class LocalFile:
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Read a file once for its digest, and return it as a file to upload.
+    """Read a file to compute its digest, and return it as a file to upload.
 
     Args:
-        name: name under which a service will keep the file. By default, the file's own name follows the first characters of its
-            digest, so that different files of the same name do not replace each other.
+        name: name under which a service will keep the file. The default is the file's own name, preceded by the first
+            characters of its digest, so that different files with the same name do not replace each other.
 
     Raises:
         UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset.
@@ -78,16 +78,17 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     found = Path(path).expanduser()
     if found.is_dir():
         raise UsageError(
-            f"{path} is a folder, and one file is sent at a time: name a file in it,"
-            " or a path on the service's machine (ServicePath, --on-service);"
-            " for a dataset of the Hugging Face Hub with this name, write hf://datasets/ORGANISATION/NAME"
+            f"{path} is a folder, but only single files can be uploaded: name a file in the folder,"
+            " or a path on the service's machine (ServicePath, --on-service)."
+            " For a dataset with this name on the Hugging Face Hub, use hf://datasets/ORGANISATION/NAME"
         )
     if not found.is_file():
-        elsewhere = "; use ServiceUri for a dataset that the service fetches" if "://" in str(path) else ""
+        elsewhere = "; use ServiceUri for a dataset that the service downloads" if "://" in str(path) else ""
         raise UsageError(f"{path}: no such file on this machine{elsewhere}")
     if not is_dataset_name(name or found.name):
         raise UsageError(
-            f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv (or e.g. .csv.gz), .parquet or .arrow"
+            f"{name or found.name}: the name of a dataset file must end in .jsonl, .json, .csv (also compressed, such as "
+            ".csv.gz), .parquet or .arrow"
         )
     try:
         with found.open("rb") as file:
@@ -106,7 +107,7 @@ def is_dataset_name(name: str) -> bool:
 def _upload_name(name: str, digest: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     room = _NAME_CHARACTERS - _DIGEST_CHARACTERS - 1
-    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # a long name keeps its end, which gives the format
+    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # long names keep their end, which gives the format
 
 
 def check_output(path: str | Path) -> Path:

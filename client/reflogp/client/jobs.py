@@ -16,13 +16,13 @@ from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefuse
 from reflogp.client.files import LocalFile, is_dataset_name
 from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
-#: "ORGANISATION/NAME" of the Hub. Paths that begin with a dot, such as ./data, are folders on this machine.
+#: "ORGANISATION/NAME" of a dataset on the Hub. Paths that begin with a dot, such as ./data, are folders on this machine.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _TIMES = ("created_at", "started_at", "finished_at")
 
 
 def job_from(entry: dict[str, Any]) -> Job:
-    """Parse a job from a service's JSON; unknown fields of a newer service are ignored."""
+    """Parse a job from a service's JSON; unknown fields from a newer service are ignored."""
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
     progress = JobProgress(**protocol.known(JobProgress, entry["progress"]))
     throughput = [(float(seconds), float(rate)) for seconds, rate in entry.get("throughput", [])]
@@ -61,7 +61,7 @@ def jobs_call(state: str | None, before: str | None, limit: int) -> protocol.Cal
 
 
 def events_call(job: str, wait: float) -> protocol.Call:
-    """Return the request for the stream of a job's changes; it fails after `wait` seconds without a byte."""
+    """Return the request for a job's event stream; the request fails after `wait` seconds without a byte."""
     return protocol.Call("GET", _path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
 
 
@@ -80,13 +80,13 @@ def retry_call(job: str) -> protocol.Call:
 
 
 def check_settings(settings: JobSettings) -> None:
-    """Raise TypeError for a setting that jobs do not have. A client checks this before it uploads a dataset."""
+    """Raise TypeError for a setting that jobs do not have. Clients check this before they upload a dataset."""
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
-        raise TypeError(f"a job has no setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
+        raise TypeError(f"unknown job setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """Return the dataset of the Hugging Face Hub that "ORGANISATION/NAME" names, or None for a file or folder of this machine.
+    """Return the Hugging Face Hub dataset that "ORGANISATION/NAME" names, or None for a file or folder on this machine.
 
     A local file or folder with that name takes precedence, as in `reflogp score`.
     """
@@ -123,7 +123,7 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return it when it is cancelled or will be cancelled soon.
+    """Cancel a job, and return it once it is cancelled or about to be cancelled.
 
     The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """
@@ -139,7 +139,7 @@ def cancel_plan(job: str) -> protocol.Plan[Job]:
 
 
 def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
-    """Upload the file unless the service already has it, and return what the service keeps.
+    """Upload the file unless the service already has it, and return the service's description of it.
 
     The upload is safe to repeat: the same content is stored under the same name.
     """
@@ -157,7 +157,9 @@ def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
     headers = {"content-type": "application/octet-stream", "content-length": str(file.size)}
     sent = _upload_of((yield protocol.Call("PUT", path, content=file, headers=headers)))
     if sent.sha256 != file.sha256:
-        raise ServiceFailedError(f"{file.path} arrived with another digest ({sent.sha256}, not {file.sha256}); send it again")
+        raise ServiceFailedError(
+            f"{file.path} arrived with a different digest ({sent.sha256}, not {file.sha256}); send it again"
+        )
     return sent
 
 

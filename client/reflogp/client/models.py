@@ -12,15 +12,15 @@ from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
-#: The states in which a job has ended.
+#: The states of a job that has ended.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
-#: Maximum number of jobs that the repr of a page names. The repr only counts the others.
+#: Maximum number of jobs that the repr of a page lists. Any further jobs are only counted.
 _SHOWN_JOBS = 10
 
 
 @dataclass(frozen=True)
 class ServicePath:
-    """A dataset file or folder on the service's machine, below a folder that the service's settings allow.
+    """A dataset file or folder on the service's machine, inside a folder that the service's settings allow.
 
     Attributes:
         path: absolute path on that machine.
@@ -36,13 +36,13 @@ class ServicePath:
 
 @dataclass(frozen=True)
 class ServiceUri:
-    """A dataset that the service downloads: https://, s3://, hf://datasets/…, if the service's settings allow it.
+    """A dataset that the service downloads from https://, s3:// or hf://datasets/…, if the service's settings allow it.
 
     Attributes:
-        uri: the URI of the dataset, with or without a query. hf://datasets/ORGANISATION/NAME is a dataset of the Hugging Face
-            Hub, of which one split is read, and hf://datasets/ORGANISATION/NAME/FILE is one of its files; both forms may have
-            @REVISION after the name.
-        config: config (subset) of a dataset of the Hub, or None for the default config.
+        uri: the URI of the dataset, with or without a query. For a dataset on the Hugging Face Hub,
+            hf://datasets/ORGANISATION/NAME reads one split, and hf://datasets/ORGANISATION/NAME/FILE reads one file. Both forms
+            can have @REVISION after the name.
+        config: config (subset) of a dataset on the Hub, or None for the default config.
 
     Examples:
         >>> from reflogp.client import ServiceUri
@@ -56,10 +56,10 @@ class ServiceUri:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """An uploaded dataset, by its name on the service.
+    """An uploaded dataset, identified by its name on the service.
 
     Attributes:
-        name: the name in UploadInfo.
+        name: name of the file on the service, as in UploadInfo.
 
     Examples:
         >>> from reflogp.client import Client, Uploaded
@@ -76,15 +76,15 @@ class Uploaded:
 class JobSettings(TypedDict, total=False):
     """The settings of a job, with the names that the service uses.
 
-    The service uses its defaults for settings that are left out or None.
+    The service uses its defaults for settings that are omitted or None.
 
     Attributes:
         format: format of the dataset, or None to detect it from the columns.
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
-        truncation_mode: which end of a longer sequence is kept; "keep_start" by default.
-        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, for the sums in the result.
-        priority: from -100 to 100, 0 by default; a job with a higher priority runs first.
-        title: a label for people.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
+        truncation_mode: which end of a sequence to keep if it exceeds max_length; "keep_start" by default.
+        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; affects the sums in the result.
+        priority: from -100 to 100, 0 by default; jobs with a higher priority run first.
+        title: a human-readable label.
 
     Examples:
         >>> from reflogp.client import Client, JobSettings
@@ -104,7 +104,7 @@ class JobSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class UploadInfo:
-    """A file that a service keeps.
+    """A file that was uploaded to a service.
 
     Attributes:
         name: name of the file on the service.
@@ -134,17 +134,17 @@ class JobProgress:
     """The progress of a job's latest attempt.
 
     Attributes:
-        rows: number of rows that were read so far.
-        sequences: total number of sequences that is known so far, or 0 while it is unknown.
-        done: number of sequences that were hits, were scored or failed.
-        hits: number of sequences that needed no computing, because the store had them or because they occur twice in the
-            dataset.
+        rows: number of rows read so far.
+        sequences: total number of sequences, as far as known; 0 while unknown.
+        done: number of finished sequences: hits, scored sequences and failures.
+        hits: number of sequences that did not have to be computed, because the store had them or because they are duplicates
+            within the dataset.
         scored: number of sequences whose values were computed.
-        bad_rows: number of rows so far that have no values.
-        tokens: prompt and completion tokens of the scored sequences.
-        tokens_per_second: rate of the latest attempt.
-        seconds: running time so far.
-        seconds_left: time left at the current rate, or None while it is unknown.
+        bad_rows: number of rows without values so far.
+        tokens: number of prompt and completion tokens in the scored sequences.
+        tokens_per_second: scoring rate of the latest attempt.
+        seconds: running time so far, in seconds.
+        seconds_left: estimated seconds left at the current rate, or None while unknown.
 
     Examples:
         >>> from reflogp.client import Client
@@ -169,7 +169,7 @@ class JobProgress:
         return short_repr("JobProgress", self.line())
 
     def line(self) -> str:
-        """Return the progress as a line for people."""
+        """Return the progress as one human-readable line."""
         return (
             f"{self.done:,} of {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
             + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
@@ -180,25 +180,25 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class Job:
-    """The state of a job at one moment.
+    """The state of a job at one point in time.
 
     Attributes:
         id: 16 hex digits.
         state: queued, running, done, failed or cancelled.
         reference_id: id of the reference that scores the dataset, 32 hex digits.
-        settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
-        dataset: split, config, and one of upload, path and uri (without its query). Empty if another token submitted the job
-            and the client's token has no permission to read.
+        settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
+        dataset: the dataset's split and config, and one of upload, path and uri (without its query). Empty if another token
+            submitted the job and the client's token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
-        note: why the latest attempt did not complete the job, or what a queued job waits for.
+        note: why the latest attempt did not complete the job, or what a queued job is waiting for.
         error: why the job failed.
-        summary: what `reflogp score --json` prints for a run; only for a done job.
+        summary: the same content that `reflogp score --json` prints for a run, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
         finished_at: end of the job, or None if the job has not ended.
-        attempts: number of times that a worker started the job.
+        attempts: number of times that a worker has started the job.
         submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
-        throughput: (seconds running, tokens per second) over the latest attempt.
+        throughput: (running time in seconds, tokens per second) at several times during the latest attempt.
 
     Examples:
         >>> from reflogp.client import Client
@@ -246,18 +246,18 @@ class Job:
         return self.state in FINAL_STATES
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the job as a dict for JSON."""
+        """Return the job as a dict that can be written as JSON."""
         return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class JobPage:
-    """A page of jobs, the newest first.
+    """A page of jobs, newest first.
 
     Attributes:
-        jobs: the jobs of this page.
+        jobs: the jobs on this page.
         counts: number of jobs in each state, on all pages.
-        next_before: `before` argument for the next page, or None on the last page.
+        next_before: value of the `before` argument that gets the next page, or None on the last page.
 
     Examples:
         >>> from reflogp.client import Client

@@ -1,6 +1,6 @@
 """Build requests to a service and read its responses, without sending anything.
 
-This module holds what both clients share: the request type, the rules for retries, and the routes of references and lookups.
+This module contains what both clients share: the request type, the retry rules, and the requests for references and lookups.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from reflogp.store.texts import counted, hide_secrets, short_repr, visible
 
 T = TypeVar("T")
 
-#: Maximum seconds to connect, and to wait for the next bytes of a response.
+#: Maximum number of seconds to connect, and to wait for the next bytes of a response.
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
-#: Maximum number of attempts for a request without a deadline, and the longest pause in seconds between two attempts.
+#: Maximum number of attempts for a request without a deadline, and the longest pause between two attempts, in seconds.
 TRIES, LONGEST_PAUSE = 5, 10.0
-#: Maximum number of keys of a lookup without and with token values: 16 MB of keys, and 500 MB of values at 2,000 tokens each.
-#: If a service with lower limits answers 413, smaller requests are sent.
+#: Maximum number of keys in a lookup request without token values (16 MB of keys) and with token values (500 MB of values at
+#: 2,000 tokens per key). If a service with lower limits responds with 413, smaller requests are sent.
 _KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
 #: Seconds to wait beyond a deadline, so that the service itself can report that the deadline has passed.
 _GRACE = 0.5
-#: The longest deadline that a service accepts.
+#: The longest deadline that a service accepts, in milliseconds.
 _LONGEST_DEADLINE_MS = 3_600_000
 _BUSY = (429, 503)
 
 #: The errors that Python raises when code reads JSON of an unexpected shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
-#: NOT_SENT: failures after which the service has certainly not seen a request. DROPPED: these, and failures after which the
-#: service may have seen the request. ANY_LOSS: these, and failures after which the service may still be processing the request.
+#: NOT_SENT: failures that prove that the service has not seen the request. DROPPED: also failures after which the service may
+#: have seen the request. ANY_LOSS: also failures after which the service may still be processing the request.
 NOT_SENT: tuple[type[httpx.TransportError], ...] = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -67,12 +67,12 @@ ANY_LOSS = (*DROPPED, httpx.TimeoutException)
 
 @dataclass(frozen=True)
 class ReferenceInfo:
-    """A reference of a service.
+    """A reference model that a service knows.
 
     Attributes:
         name: name of the reference on the service, or None if only the service's store has the reference.
         reference_id: 32 hex digits.
-        model: folder or hub id, as the service's settings name it.
+        model: folder or hub id, as given in the service's settings.
         dtype: dtype in which the model computes.
         lm_head_dtype: dtype of the model's logits.
         snapshot: number of the latest snapshot, or None if nothing is stored.
@@ -105,10 +105,10 @@ class Lookup:
     """The values that a store has for n keys.
 
     Attributes:
-        lengths: number of stored values of each key, int32 (n,); -1 for a miss.
+        lengths: number of stored values for each key, int32 (n,); -1 for a miss.
         sums: sum of each key's values in nats, float64 (n,), or NaN for a miss.
         token_logps: list of n float32 arrays, with None for a miss. The attribute is None if values were not requested.
-        reference_id: reference whose values were looked up.
+        reference_id: id of the reference whose values were looked up.
         snapshot: number of the snapshot.
 
     Examples:
@@ -139,9 +139,9 @@ class Call:
         content: body of the request; a file is streamed.
         again: failures after which the request is retried; a busy response (429, 503) is always retried.
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
-        until: deadline (by time.monotonic) including retries and pauses; each attempt tells the service the time left.
+        until: deadline (by time.monotonic), including retries and pauses; each attempt tells the service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
-        request_id: id that is sent as X-Request-Id with every attempt, and that the service logs.
+        request_id: id that every attempt sends as X-Request-Id, and that the service logs.
     """
 
     method: str
@@ -176,7 +176,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
-        raise UsageError(f"a key is 16 bytes, as sequence_keys makes them: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"each key must have 16 bytes, as returned by sequence_keys: {str(error).splitlines()[0]}") from error
     table = pa.table([column], schema=QUESTION)
     parts: list[Lookup] = []
     at, most = 0, _VALUE_KEYS_AT_ONCE if values else _KEYS_AT_ONCE
@@ -197,7 +197,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return a smaller number of entries for the next request, after a request of `count` entries got status 413.
+    """Return a smaller number of entries for the next request, after a request with `count` entries got status 413.
 
     Raises `error` if it has another status, or if `count` is 1.
     """
@@ -228,7 +228,7 @@ def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, s
         table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
         return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise ServiceFailedError(f"the service's answer cannot be read: {error}") from error
+        raise ServiceFailedError(f"the service's response cannot be read: {error}") from error
 
 
 def float_lists(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]:
@@ -241,23 +241,23 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
     try:
         return read(response.json())
     except UNREADABLE as error:
-        raise ServiceFailedError(f"the service's answer cannot be read ({type(error).__name__}: {error})") from error
+        raise ServiceFailedError(f"the service's response cannot be read ({type(error).__name__}: {error})") from error
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a response that are fields of the dataclass `kind`; a newer service may send more."""
+    """Return only the entries of a response that are fields of the dataclass `kind`; a newer service may send others."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 
 def error_of(response: httpx.Response) -> ServiceError:
-    """Return the error for a response whose status is 400 or above."""
+    """Return the error for a response with a status of 400 or above."""
     try:
         problem = response.json()
         detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
     except (ValueError, KeyError, TypeError):
         detail, next_step = visible(f"{response.status_code} {response.reason_phrase}"), ""
     status = response.status_code
-    if status >= 500 and "x-request-id" in response.headers:  # for the service's log
+    if status >= 500 and "x-request-id" in response.headers:  # identifies the request in the service's log
         detail += f" (request {visible(response.headers['x-request-id'])})"
     kind: type[ServiceError] = ServiceFailedError if status >= 500 else RequestRefusedError
     if status in (401, 403):
@@ -270,7 +270,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of httpx' `stream` for a call that is sent now, except the body."""
+    """Return the arguments for sending a call now with httpx's `stream`, except for the body."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
@@ -283,10 +283,10 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def _trace_context() -> dict[str, str]:
-    """Return the headers (traceparent, tracestate) with which a service continues the caller's OpenTelemetry trace.
+    """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace.
 
-    The headers are empty if the caller has no active span. A caller with an active span has imported opentelemetry, so this
-    function does not import it.
+    There are no headers if the caller has no active span. A caller with an active span has already imported opentelemetry, so
+    this function checks only whether it is imported.
     """
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:
@@ -297,10 +297,10 @@ def _trace_context() -> dict[str, str]:
 
 
 def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:
-    """Return the seconds to wait before the next attempt, or None if the response is good.
+    """Return the number of seconds to wait before the next attempt, or None if the response is a success.
 
-    `attempt` is the number of the last attempt, from 1. Raises the error for its outcome `answer` if another attempt is not
-    allowed.
+    `attempt` counts the attempts so far, starting at 1, and `answer` is the outcome of the last attempt. Raises the error for
+    that outcome if no further attempt is allowed.
     """
     if isinstance(answer, httpx.Response) and answer.status_code < 400:
         return None
@@ -309,7 +309,7 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
     if in_time and (is_busy(answer) or isinstance(answer, call.again)):
         return pause
     if call.until is not None and isinstance(answer, httpx.TimeoutException) and now >= call.until:
-        raise DeadlineExceededError(f"{hide_secrets(url)} did not answer within the deadline") from answer
+        raise DeadlineExceededError(f"{hide_secrets(url)} did not respond within the deadline") from answer
     raise failure(url, answer)
 
 
@@ -319,16 +319,16 @@ def failure(url: str, answer: Outcome) -> ServiceError:
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
     shown = hide_secrets(url)
-    error = ServiceUnreachableError(f"{shown} is not responding ({said}); `reflogp doctor --url {shown}` diagnoses it")
+    error = ServiceUnreachableError(f"{shown} is not responding ({said}); run `reflogp doctor --url {shown}` to diagnose it")
     error.__cause__ = answer
     return error
 
 
 def check_whole(response: httpx.Response, file: IO[bytes]) -> None:
-    """Raise httpx.RemoteProtocolError if a response written to a file is shorter or longer than its Content-Length."""
+    """Raise httpx.RemoteProtocolError if the response in a file is shorter or longer than its Content-Length."""
     announced = response.headers.get("content-length", "")
     if announced.isdigit() and file.tell() != int(announced):
-        raise httpx.RemoteProtocolError(f"{file.tell()} bytes of {announced} arrived")
+        raise httpx.RemoteProtocolError(f"{file.tell()} of {announced} bytes were received")
 
 
 def is_busy(answer: Outcome) -> bool:
@@ -336,9 +336,9 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """Return the pause that a busy service requests, else a pause that grows with every failed attempt.
+    """Return the pause that a busy service requests; otherwise, return a pause that grows with every failed attempt.
 
-    Both pauses have a random part, so that clients do not retry at the same moment.
+    The pause includes a random part, so that clients do not all retry at the same time.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():

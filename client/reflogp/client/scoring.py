@@ -22,10 +22,10 @@ from reflogp.store.texts import counted, short_repr
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
 
-#: Seconds to wait for the values if no deadline is given. In this time, the service may have to load a reference model.
+#: Seconds to wait for the values if no deadline is given. The service may have to load a reference model during this time.
 _PATIENCE = 600.0
 #: Maximum number of sequences and of tokens in one request: half of a service's default limits. If a service with lower limits
-#: answers 413, smaller requests are sent.
+#: responds with 413, smaller requests are sent.
 _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 
 
@@ -34,11 +34,11 @@ class Scores:
     """The values of n sequences.
 
     Attributes:
-        token_logps: float32 arrays in the order of the request, one value per completion token, nats.
-        reference_id: reference model that computed them.
+        token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
+        reference_id: id of the reference model that computed the values.
         hits: number of sequences that the store had.
-        engine_seconds: time spent computing.
-        queue_seconds: time spent waiting in the service's queue.
+        engine_seconds: time spent computing, in seconds.
+        queue_seconds: time spent waiting in the service's queue, in seconds.
 
     Examples:
         >>> from reflogp.client import Client
@@ -65,9 +65,9 @@ class Scores:
 
 
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
-    """Return the table that a request sends for n sequences: columns prompt_ids, completion_ids and, if given, attention_mask.
+    """Return a request's table for n sequences, with the columns prompt_ids, completion_ids and, if given, attention_mask.
 
-    Raises UsageError if the arguments are not lists of token ids, or if their numbers of lists differ.
+    Raises UsageError if the arguments are not lists of token ids, or do not all have the same number of lists.
     """
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
@@ -90,10 +90,10 @@ def scoring(
 ) -> protocol.Plan[Scores]:
     """Score `sequences`, in as many requests as the service's limits require.
 
-    Raises SequencesRefusedError if some sequences could not be scored, after all sequences were sent.
+    Raises SequencesRefusedError if some sequences could not be scored, but only after all sequences have been sent.
     """
     if deadline is not None and not deadline > 0:
-        raise UsageError(f"deadline {deadline}: give seconds above 0")
+        raise UsageError(f"deadline {deadline}: must be more than 0 seconds")
     params = {
         "reference": reference,
         "temperature": temperature,
@@ -139,7 +139,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return a list with the reason why each sequence has no values (None for a scored sequence), and the scores."""
+    """Return the problem of each sequence (None for a scored sequence), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])
@@ -163,7 +163,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the number of tokens before each sequence, and the total; int64 (n + 1,)."""
+    """Return the number of tokens before each sequence, followed by the total number, int64 (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)
@@ -171,7 +171,7 @@ def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def _lists(ids: TokenIds, name: str) -> pa.ListArray:
-    """Return lists of token ids as list<uint32>. Raises UsageError if they are not lists of token ids."""
+    """Convert lists of token ids to list<uint32>. Raises UsageError if they are not lists of token ids."""
     try:
         return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
     except (pa.ArrowException, TypeError) as error:

@@ -1,7 +1,7 @@
 """Store reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
 
-The store needs only numpy, pyarrow and deltalake. deltalake is imported only when a name that needs it is first used, so keys
-and joins work without deltalake. The store imports no other reflogp package.
+The store needs only numpy, pyarrow and deltalake. deltalake is imported on first use of a name that needs it, so keys and joins
+work even if deltalake is not installed. The store imports no other part of reflogp.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
     "verify",
 ]
 
-#: Modules of the names that need deltalake. A module is imported when one of its names is first used.
+#: Names that need deltalake, and the modules that define them. A module is imported when one of its names is first used.
 _WITH_DELTALAKE = {
     "Store": "store",
     "LogprobTable": "table",
@@ -85,7 +85,7 @@ _WITH_DELTALAKE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_WITH_DELTALAKE` when it is first used."""
+    """Import a name listed in `_WITH_DELTALAKE` when it is first used."""
     if name not in _WITH_DELTALAKE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)

@@ -1,7 +1,7 @@
-"""Read a model folder: its config, its weight files, and whether the weight files are complete.
+"""Read a model folder's config, list its weight files, and check that they are complete.
 
-The expected files are those that transformers writes (safetensors, index.json, hub cache). This module loads no tensor and does
-not import torch.
+The module expects the files that transformers writes (safetensors, index.json, hub cache). It loads no tensors and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.store.texts import counted, short_repr
 _ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-#: Maximum size of a safetensors header in bytes, which the format defines.
+#: Maximum size of a safetensors header in bytes, as defined by the format.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -34,12 +34,12 @@ class Adapter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The description of a tensor in a safetensors header.
+    """A tensor's entry in a safetensors header.
 
     Attributes:
-        dtype: name of the dtype in the safetensors format: "F32", "BF16", "U8", ….
-        shape: length of each dimension.
-        nbytes: number of bytes of the tensor in the file.
+        dtype: name of the dtype in the safetensors format, such as "F32", "BF16" or "U8".
+        shape: size of each dimension.
+        nbytes: size of the tensor in the file, in bytes.
     """
 
     dtype: str
@@ -48,13 +48,13 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether loading converts the tensor to the model's dtype."""
+        """Whether the tensor is converted to the model's dtype when it is loaded."""
         return self.dtype.startswith(("F", "BF"))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and complete safetensors weights, and the adapter on top of it if there is one."""
+    """A model folder with `config.json` and complete safetensors weights, plus the adapter to apply, if any."""
 
     folder: Path
     config: dict[str, Any]
@@ -66,11 +66,11 @@ class Checkpoint:
         return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
 
     def code_files(self) -> list[Path]:
-        """Return the Python files in the folder if the config refers to modelling code; otherwise an empty list."""
+        """Return the Python files in the folder if the config refers to modelling code; otherwise, return an empty list."""
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
-        """Return the weight and code files; a reference id is computed from their digests."""
+        """Return the weight and code files, whose digests are part of the reference id."""
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
@@ -80,14 +80,14 @@ class Checkpoint:
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return the descriptions of the weights' tensors by name, without an adapter's tensors.
+        """Return the header entries of the model's tensors by name, without an adapter's tensors.
 
         Raises CheckpointError if a header cannot be read.
         """
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if config, index and adapter config, read again with `read`, still match this checkpoint."""
+        """Reread the config, index and adapter config with `read`, and return True if they match this checkpoint."""
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
                 return False
@@ -100,12 +100,12 @@ class Checkpoint:
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model. A hub model is first downloaded to the hub's cache if it is not there yet.
+    """Return the local folder of a model. A hub model that is not in the hub's cache yet is downloaded first.
 
     Args:
         model: a folder, which is returned unchanged, or a hub id.
         revision: revision of a hub model, or None for the main branch.
-        weights: if False, only the config, tokenizer and code files of a hub model are downloaded.
+        weights: whether to download a hub model's weights. If False, only its config, tokenizer and code files are downloaded.
 
     Returns:
         The folder.
@@ -122,7 +122,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise UsageError(f"model {model!r} is a file; give the folder that holds config.json and the weights")
+        raise UsageError(f"model {model!r} is a file; use the folder that contains config.json and the weights")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UsageError(f"model {model!r}: no such folder")
     try:
@@ -130,7 +130,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise UsageError(
-            f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install 'reflogp[hub]'"
+            f"model {model!r} is not a local folder; to use a hub model, install huggingface_hub: pip install 'reflogp[hub]'"
         ) from error
     patterns = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", *(["*.safetensors"] if weights else [])]
     try:
@@ -144,7 +144,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a folder's config and check that every weight file exists and is complete.
 
-    An adapter's folder is read together with the base model that its adapter_config.json names.
+    If the folder contains an adapter, the base model that its adapter_config.json names is read too.
 
     Args:
         folder: a model folder, or a PEFT adapter's folder.
@@ -154,7 +154,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         UsageError: the folder has no config.json, or an adapter's base model cannot be found.
-        CheckpointError: weights are missing, truncated, unreadable, or exist only as pickles.
+        CheckpointError: the weights are missing, truncated or unreadable, or exist only as pickles.
 
     Examples:
         >>> from pathlib import Path
@@ -166,7 +166,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not config_file.is_file():
         if (folder / _ADAPTER_CONFIG).is_file():
             return _read_adapter(folder)
-        raise UsageError(f"{folder} is not a model folder: it holds no config.json")
+        raise UsageError(f"{folder} is not a model folder: it contains no config.json")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -182,10 +182,10 @@ def _read_adapter(folder: Path) -> Checkpoint:
         config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or names no base model") from error
+        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or does not name a base model") from error
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
-        raise CheckpointError(f"{folder} holds no adapter_model.safetensors (pickled adapters are refused)")
+        raise CheckpointError(f"{folder} contains no adapter_model.safetensors (pickled adapters are not accepted)")
     _check_whole(weights)
     beside = folder / base
     try:
@@ -214,14 +214,14 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{folder} holds pickled weights only ({pickles[0]}); loading a pickle can run code, so save the model as "
-            "safetensors (model.save_pretrained writes it) and give that folder"
+            f"{folder} contains only pickled weights ({pickles[0]}). Loading a pickle can run code, so save the model as "
+            "safetensors with model.save_pretrained, and use the new folder"
         )
-    raise CheckpointError(f"{folder} holds no weights: neither model.safetensors nor {_INDEX}")
+    raise CheckpointError(f"{folder} contains no weights: neither model.safetensors nor {_INDEX}")
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Return the weight files that an index names, sorted.
+    """Return the sorted names of the weight files that an index lists.
 
     Raises ValueError, KeyError or AttributeError if the index is invalid.
     """
@@ -229,18 +229,18 @@ def _named_in(index: bytes) -> list[str]:
 
 
 def _check_whole(file: Path) -> None:
-    """Raise CheckpointError unless the file has the size that its header gives.
+    """Raise CheckpointError unless the file has the size that its header specifies.
 
-    The format is described in github.com/huggingface/safetensors, 'Format'.
+    See 'Format' in github.com/huggingface/safetensors.
     """
     expected, _ = _header(file)
     size = file.stat().st_size
     if size != expected:
-        raise CheckpointError(f"{file} is truncated or damaged: it has {size} bytes, but its header promises {expected}")
+        raise CheckpointError(f"{file} is truncated or damaged: it has {size} bytes, but its header specifies {expected}")
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size in bytes of the complete file, as its header gives it, and the file's tensors by name."""
+    """Return the size in bytes that the header specifies for the complete file, and the entries of its tensors by name."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

@@ -1,4 +1,4 @@
-"""Build the complete command lines that messages quote, so that users can copy them."""
+"""Build the complete command lines that messages suggest, so that users can copy and run them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from reflogp.store.windows import TrainerSettings
 
 @dataclass(frozen=True)
 class ScoreArguments:
-    """The arguments of `reflogp score` that decide which values it stores, and how it reads and tokenises the dataset.
+    """The arguments of `reflogp score` that determine which values it stores, and how it reads and tokenizes the dataset.
 
-    `command` returns the command line with these arguments, which messages quote. Commands that look up stored values take the
+    `command` returns a command line with these arguments, for use in messages. Commands that look up stored values take the
     same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model; "auto": the dtype in which the store holds the model.
-        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of single tokens.
+        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model was scored into the store.
+        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of individual tokens.
         lm_head_dtype: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved or hub dataset.
         form: the dataset's format, or None to detect it.
-        tokenizer: folder or hub id of another tokenizer, or None for the model's tokenizer.
-        chat_template: file with a Jinja template, or None for the tokenizer's template.
-        trust_remote_code: run code from the checkpoint.
+        tokenizer: folder or hub id of a different tokenizer, or None for the model's tokenizer.
+        chat_template: path of a Jinja template file, or None for the tokenizer's template.
+        trust_remote_code: whether to run code from the checkpoint.
     """
 
     model: str
@@ -47,7 +47,7 @@ class ScoreArguments:
     trust_remote_code: bool = False
 
     def command(self) -> str:
-        """Return the complete command line; options at their defaults are left out."""
+        """Return the complete command line, omitting options with default values."""
         mode = self.settings.truncation_mode
         options = [
             ("--dtype", self.dtype if self.dtype != AUTO else None),
@@ -68,7 +68,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """Add the complete scoring command to the message of an error that the block raises because nothing was scored yet."""
+    """If the block fails because nothing has been scored yet, add the scoring command to the error message."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:
@@ -76,6 +76,6 @@ def naming_command(command: str) -> Iterator[None]:
 
 
 def repair_command(table_uri: str) -> str:
-    """Return the command line that repairs the store of a table whose URI is `<store>/<reference id>/logprobs`."""
+    """Return the command line that repairs the table whose URI is `<store>/<reference id>/logprobs`."""
     store, reference_id = split_table_uri(table_uri)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

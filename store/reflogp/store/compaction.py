@@ -1,7 +1,7 @@
-"""Compact and vacuum a table: merge many shards into a few sorted ones that share no key, and delete the replaced shards.
+"""Compact and vacuum a table: merge many shards into a few sorted shards with no common keys, and delete old shards.
 
 Compaction uses bounded memory: the range of keys is divided into parts, and one part at a time is read, sorted and written.
-Every shard is sorted, so the rows of one part are in consecutive row groups of a shard.
+Because every shard is sorted, the rows of one part are in consecutive row groups of each shard.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from reflogp.store.shard import Shard, ShardDamageError, longest_of_each_key
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp.store.table import LogprobTable
 
-#: Approximate bytes of a compacted shard. Compaction needs about six times as much memory, plus a row group of each shard.
+#: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory, plus a row group per shard.
 SHARD_BYTES = 128 << 20
-#: A shard with fewer bytes counts as small.
+#: Shards with fewer bytes than this count as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: A writer that leaves more small shards than this compacts them. Each writer raises the limit by a small random number,
-#: so that writers that share a table do not all start at once.
+#: Maximum number of small shards before a writer compacts them. Each writer adds a small random number to this limit, so that
+#: writers that share a table do not all start compacting at the same time.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
-#: Maximum number of overlapping shards that one pass merges. A pass holds one row group (4 MB) of each shard in memory. A
-#: larger number of shards is merged in several passes.
+#: Maximum number of overlapping shards that one pass merges. A pass keeps one row group (4 MB) of each shard in memory. If more
+#: shards overlap, they are merged in several passes.
 _MERGED_AT_ONCE = 128
-#: Hours for which vacuum keeps replaced shards (for readers of older snapshots) and uncommitted shards (for their writers).
+#: How many hours vacuum keeps replaced shards (for readers of older snapshots) and uncommitted shards (for their writers).
 RETENTION_HOURS = 168
 
 
@@ -48,12 +48,12 @@ class Compacted:
     """The result of a compaction.
 
     Attributes:
-        shards_before, shards_after: number of shards of the table.
-        rows: rows rewritten; 0 if there was nothing to do.
-        duplicates: rows left out because a longer row has the same key.
+        shards_before, shards_after: number of shards in the table before and after the compaction.
+        rows: number of rewritten rows; 0 if there was nothing to do.
+        duplicates: number of rows dropped because a longer row has the same key.
         won: whether all merges were committed. If not, another process compacted the same shards first, and the last merge was
             discarded.
-        snapshot: number of the latest snapshot afterwards.
+        snapshot: number of the latest snapshot after the compaction.
     """
 
     shards_before: int
@@ -73,7 +73,7 @@ def compact(
         table: the table to compact.
         only_small: merge only the small shards (as scoring does automatically). Otherwise merge all shards, unless they are
             already in order.
-        shard_bytes: size of the new shards.
+        shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
     Returns:
@@ -116,7 +116,9 @@ def compact(
             if not stages:
                 break
     except ShardDamageError as error:
-        raise DamagedStoreError(f"a shard is damaged ({error}); before compaction run: {repair_command(table.uri)}") from error
+        raise DamagedStoreError(
+            f"a shard is damaged ({error}). Before compaction, repair the table: {repair_command(table.uri)}"
+        ) from error
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be compacted: {sentence(error)}") from error
     after = len(table.shards())
@@ -126,7 +128,7 @@ def compact(
 def _merge(
     table: LogprobTable, shards: Sequence[Shard], size: int, shard_bytes: int, progress: Progress | None
 ) -> tuple[list[Written], int]:
-    """Write the rows of some shards as new shards that are not committed; return these shards and the number of rows read."""
+    """Merge shards into new, uncommitted shards; return the new shards and the number of rows read."""
     total = sum(group.rows for shard in shards for group in shard.groups)
     written: list[Written] = []
     try:
@@ -141,11 +143,11 @@ def _merge(
 
 
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
-    """Yield all rows of some shards in about `parts` tables, sorted by key, with only the longest row of each key.
+    """Yield the rows of several shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
-    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once; rows that
-    belong to a later part stay in memory until that part is yielded. So memory holds one part and up to a row group of each
-    shard.
+    Keys are digests, so equally large parts of the key space contain about the same number of keys. Each row group is read
+    once; rows that belong to a later part stay in memory until that part is yielded. Memory use is therefore limited to one
+    part and at most one row group per shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -156,7 +158,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """A reader that returns the rows of a shard in their order."""
+    """A reader that returns the rows of a shard in order."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -164,7 +166,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows, up to the first row whose key has a first word of `behind` or more."""
+        """Return the next rows, as long as the first 64-bit word of their keys is less than `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -176,14 +178,14 @@ class _Reader:
 
 
 def small_shards_allowed() -> int:
-    """Return how many small shards one writer leaves before it compacts them."""
+    """Return the number of small shards above which this writer compacts them."""
     return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if there are more than `allowed`; otherwise, or if the compaction failed, return None.
+    """Merge the small shards if there are more than `allowed`. Return None if no compaction was needed, or if it failed.
 
-    The appended rows are committed already, so a failed compaction only causes a warning.
+    The appended rows are already committed, so a failed compaction only causes a warning.
     """
     if sum(size < SMALL_BYTES for size in table.shards().values()) <= allowed:
         return None
@@ -203,18 +205,18 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files. The age must exceed the time for which a reader uses an old snapshot or a
+        retention_hours: minimum age of deleted files. It must exceed the longest time that a reader uses an old snapshot or a
             writer prepares a commit.
-        dry_run: delete nothing, only return what would be deleted.
-        alone: whether the caller knows that no other process uses the store now. If so, a retention of 0 is allowed.
+        dry_run: if True, delete nothing, and only return the files that would be deleted.
+        alone: set this to True only if no other process is using the store. A retention below 1 hour is then allowed.
 
     Returns:
         The deleted files.
 
     Raises:
-        UsageError: the retention could delete files that a writer is about to commit.
+        UsageError: with such a short retention, files that a writer is about to commit could be deleted.
         DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
-        StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
+        StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, vacuum
@@ -224,13 +226,14 @@ def vacuum(
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
-            f"retention of {retention_hours} hours: less than 1 hour needs --alone, and no other process may use the store"
+            f"a retention of {retention_hours} hours is too short: less than 1 hour needs --alone, which is safe only "
+            "if no other process is using the store"
         )
     try:
         ahead = table.committed_at() - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
-                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock: nothing was deleted"
+                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock, so nothing was deleted"
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
@@ -250,7 +253,7 @@ def _require_every_file(table: LogprobTable) -> None:
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems
-    problems |= {path: "the file is gone" for path in sizes if path not in there}
+    problems |= {path: "the file is missing" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
         raise DamagedStoreError(
@@ -265,7 +268,7 @@ def _in_order(shards: Sequence[Shard]) -> bool:
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """Return the largest number of shards whose key ranges all contain one common key."""
+    """Return the largest number of shards whose key ranges overlap at a single key."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

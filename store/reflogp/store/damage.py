@@ -1,7 +1,7 @@
 """Verify the log and the shards of a table, and repair damage.
 
-Verification reads everything. A repair loses only damaged data: a damaged shard is removed, and a damaged log entry is
-rewritten from its readable parts.
+Verification reads the whole table. A repair loses only damaged data: it removes damaged shards, and rewrites damaged log
+entries from their readable parts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from reflogp.store.schema import SCHEMA
 from reflogp.store.shard import Shard
 from reflogp.store.table import LogprobTable
 
-#: Folder in the table's folder that keeps damaged log entries; Delta readers skip names that begin with an underscore.
+#: Subfolder of the table in which a repair keeps damaged log entries. Delta readers skip names that begin with an underscore.
 _DAMAGED_FOLDER = "_damaged"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file of a table.
+    """A damaged file in a table.
 
     Attributes:
-        file: path of the file in the table's folder.
+        file: path of the file, relative to the table's folder.
         problem: what is wrong with the file.
         rows: number of rows that cannot be read because of the damage, or None if unknown.
     """
@@ -39,7 +39,7 @@ class Damage:
 
 
 def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage]:
-    """Read every entry of the log and every page of every shard of the latest snapshot, and check each row.
+    """Check every log entry, and every page and row of the shards in the latest snapshot.
 
     Args:
         table: the table to verify.
@@ -90,7 +90,7 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
         damages: the damage that `verify` found.
 
     Returns:
-        The repaired table, which was opened again.
+        The repaired table, as a new object.
 
     Raises:
         StoreUnavailableError: the store cannot be written.
@@ -115,10 +115,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
 
 def _bring_back(table: LogprobTable) -> None:
-    """Append the rows of undamaged shards that no log entry names.
+    """Append the rows of undamaged shards that are not named in any log entry.
 
-    Some of these shards belong to log entries that are lost. The others were left by writers that crashed; their rows are
-    scores of this reference too. Keys that the table already has keep their values.
+    Some of these shards were named in log entries that are lost. Others were left by writers that crashed; their rows are valid
+    values of this reference too. For keys that the table already has, the existing values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}

@@ -1,7 +1,7 @@
-"""Compute the sha256 of files, and keep files open so that the content that is hashed is the content that is read.
+"""Compute sha256 digests of files, and keep the files open so that the content that was hashed is the content that is read.
 
-Digests are cached by the file's path, inode, size, modification time and change time. The change time is included because a
-program that rewrites a file in place can restore all the other properties.
+Cached digests are identified by the file's path, inode, size, modification time and change time. The change time is included
+because a program that rewrites a file in place can restore all the other properties.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from reflogp.store.files import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 
-#: A function that is called with (done, total). Hashing counts bytes; other functions count rows or files, as their docstrings
-#: say.
+#: A callback that receives (done, total). The unit is bytes for hashing, and rows or files elsewhere, as the docstrings say.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
-#: A file that changed less than this many seconds ago may change again without a new change time. The margin allows for inexact
-#: clocks.
+#: A file that changed less than this many seconds ago may change again without getting a new change time. The value includes a
+#: margin for inaccurate clocks.
 _RECENT_SECONDS = 120.0
-#: Seconds that exceed one step of a file system's clock: one tick of the kernel's clock, or two seconds on file systems that
-#: store whole seconds.
+#: Waiting times, in seconds, that are longer than one step of a file system's clock: a tick of the kernel's clock, or two
+#: seconds on file systems that store whole seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
 #: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
@@ -75,10 +74,11 @@ class OpenFile:
     """A file that is open for reading.
 
     Attributes:
-        path: path by which the file was opened.
+        path: path that was used to open the file.
         descriptor: file descriptor.
         identity: identity of the file when it was opened.
-        link: identity of the link or file at the path itself, or None for a file that was not opened by its path.
+        link: identity of whatever is at the path itself (the symbolic link, if there is one), or None if the file was not
+            opened by its path.
     """
 
     path: Path
@@ -106,9 +106,9 @@ class OpenFile:
         return b"".join(parts)
 
     def check(self, by_path: bool = False) -> None:
-        """Raise FileChangedError if the file changed since it was opened.
+        """Raise FileChangedError if the file has changed since it was opened.
 
-        With `by_path`, raise the error also if the path now leads to another file.
+        With `by_path`, also raise the error if the path now leads to a different file.
         """
         try:
             same = FileIdentity.of(os.fstat(self.descriptor)) == self.identity
@@ -124,14 +124,14 @@ class OpenFile:
 class OpenFiles:
     """A set of files that are opened together and stay readable, even if their paths are renamed or deleted.
 
-    If another file is renamed to the path of an open file, the open file keeps its content. If a program writes to an open
-    file, `check` detects the change. Use the set as a context manager, which closes the files at the end.
+    If a different file is renamed to the path of an open file, the open file keeps its content. If a program writes to an open
+    file, `check` detects the change. Use the set as a context manager to close the files on exit.
 
     Args:
-        paths: existing files. The constructor fails unless all files are at their paths at the same moment.
+        paths: existing files. The constructor makes sure that all of them were at their paths at the same moment.
 
     Raises:
-        FileChangedError: in every attempt, a file was replaced while the files were opened.
+        FileChangedError: during every attempt to open the files, one of them was replaced.
         OSError: a file cannot be read.
     """
 
@@ -165,18 +165,18 @@ class OpenFiles:
             os.close(file.descriptor)
 
     def check(self, by_path: bool = False) -> None:
-        """Raise FileChangedError with the name of the first file that changed since it was opened (see OpenFile.check)."""
+        """Raise FileChangedError for the first file that has changed since it was opened; see `OpenFile.check`."""
         for file in self.files.values():
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """Return the sha256 (hex) of the given files, or of all files; see `file_digests`."""
+        """Return the sha256 (hex) of the given files, or of all files in the set; see `file_digests`."""
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
 
 @contextmanager
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
-    """Make a temporary folder through which libraries that need paths can read files that are already open.
+    """Create a temporary folder that gives libraries paths to files that are already open.
 
     Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that changes at the original paths do not
     affect what is read. Only this process can use the folder.
@@ -184,9 +184,9 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
     Args:
         files: open files by relative name.
         name: name of the folder; transformers names modules after it.
-        others: paths, by relative name, of files that libraries may also read but that are not open.
+        others: paths, by relative name, of additional files that libraries can read; these files are not open.
 
-    Yields the folder, or None if the system has no such links or no space for a temporary folder.
+    Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
     """
     if not _OPEN_FILES.is_dir():
         yield None
@@ -222,7 +222,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of open files, by path. Digests of earlier runs and blob names of a hub cache are reused.
+    """Return the sha256 (hex) of open files, by path. Digests from earlier runs and blob names in a hub cache are reused.
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
@@ -256,11 +256,12 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
 
 def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
-    """Wait until any further change of these files must give them a new change time.
+    """Wait until any further change to these files is certain to give them a new change time.
 
-    Call this function before the files are read. Two changes within one step of a file system's clock have the same time, so
-    the second change would not be detected (the problem of git's "racy" index entries). A program that writes through a memory
-    map changes the time only at its first write after the page was flushed, so recently changed files are flushed too.
+    Call this function before you read the files. Two changes within one step of a file system's clock get the same time, so the
+    second change would not be detected (git has the same problem with "racy" index entries). A program that writes through a
+    memory map updates the time only on its first write after the page is flushed, so this function also flushes recently
+    changed files.
     """
     now = time.time()
     recent = [file for file in files if now - file.identity.ctime_ns / 1e9 < _RECENT_SECONDS]
@@ -273,11 +274,11 @@ def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
 
 
 def _hub_blob_digest(file: OpenFile) -> str | None:
-    """Return the blob's name behind a hub cache's link, if it is a sha256 and the blob cannot have changed since it was named.
+    """Return the sha256 that a hub cache uses as the file's blob name, or None if the blob may have changed since it was named.
 
     The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
-    trusted if the blob was not written after the oldest link to it, and no other user may write to the blob or to the folders
-    that hold blob and link. Any other file is hashed.
+    trusted if the blob was not written after the oldest link to it was created, and if no other user can write to the blob or
+    to the folders that contain the blob and the link. If the result is None, the file is hashed.
     """
     try:
         if file.link is None or not file.path.is_symlink():
@@ -298,11 +299,11 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 
 
 class _Memory:
-    """A cache of the digests of earlier runs, with one small file for each hashed path.
+    """A cache of digests from earlier runs, with one small file for each hashed path.
 
-    If the folder of the cache cannot be used, files are hashed again. The folder and every file in it must belong to this user
-    and must not be writable by others: a user who can write a digest there can choose the reference id of somebody else's
-    model. All files of the cache are opened through the folder's descriptor.
+    If the cache folder cannot be used, files are hashed again. The folder and every file in it must belong to the current user
+    and must not be writable by anyone else: a user who can write a digest there can choose the reference id of somebody else's
+    model. All files in the cache are opened through the folder's descriptor.
     """
 
     def __enter__(self) -> _Memory:
@@ -311,7 +312,7 @@ class _Memory:
         try:
             self._folder = open_own_folder(folder)
         except OSError as error:
-            _say_once(f"digests of files are not remembered, so they are computed again each time: {error}")
+            _say_once(f"file digests cannot be cached, so they are computed again each time: {error}")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -333,7 +334,7 @@ class _Memory:
                 check_own(about, cache_dir() / f"digests-{os.getuid()}" / name)
                 kept = json.loads(entry.read(_CHUNK)) if stat.S_ISREG(about.st_mode) else {}
             except PermissionError as error:
-                _say_once(f"a remembered digest is not used: {error}")
+                _say_once(f"a cached digest was ignored: {error}")
                 return None
             except (OSError, ValueError, RecursionError):
                 return None
@@ -363,7 +364,7 @@ def _place(file: OpenFile) -> str:
 
 
 def _remembered(identity: FileIdentity) -> list[int]:
-    """Return the identity without the device, whose number may differ after a restart of the machine."""
+    """Return the identity without the device number, which may change when the machine restarts."""
     return [identity.inode, identity.size, identity.mtime_ns, identity.ctime_ns]
 
 

@@ -1,40 +1,40 @@
-"""All errors of the store, as one tree.
+"""The store's errors, as one tree.
 
-ReflogpError                    base of every error of all packages: the command line prints it as one sentence
-├── UsageError                  the call itself is wrong: a path, a name, a column, an option
+ReflogpError                    base class of all errors in all packages: the command line prints it as one sentence
+├── UsageError                  an argument is invalid: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
-└── StoreError                  the store or a checkpoint cannot serve the call
-    ├── StoreFormatError        written by a newer reflogp
-    ├── StoreUnavailableError   cannot be opened, read or written
-    ├── DamagedStoreError       parts of it are damaged, and the call needs all of it
-    ├── ReferenceNotFoundError  the store holds nothing for this reference model
-    ├── SnapshotNotFoundError   no such snapshot number, or the snapshot was vacuumed
-    ├── CheckpointError         weight files that are missing, truncated or of a refused kind
-    └── FileChangedError        a file was replaced or written to while it was read
-        └── ContentMismatchError   its content does not match an id or a digest
+└── StoreError                  something is wrong with the store or with a checkpoint
+    ├── StoreFormatError        the store was written by a newer reflogp
+    ├── StoreUnavailableError   the store cannot be opened, read or written
+    ├── DamagedStoreError       parts of the store are damaged, but the call needs all of it
+    ├── ReferenceNotFoundError  the store has no values for this reference model
+    ├── SnapshotNotFoundError   there is no snapshot with this number, or it was vacuumed
+    ├── CheckpointError         weight files are missing, truncated or in a format that is not accepted
+    └── FileChangedError        a file was replaced or written to while it was being read
+        └── ContentMismatchError   the file's content does not match an id or a digest
 
-StoreDamageWarning (a UserWarning): a reader ignores a damaged part of the store, which the warning names.
+StoreDamageWarning (a UserWarning): a damaged part of the store, which the warning names, was ignored.
 """
 
 
 class ReflogpError(Exception):
-    """Base of every error that reflogp raises on purpose."""
+    """Base class of every error that reflogp raises deliberately."""
 
 
 class UsageError(ReflogpError):
-    """An argument of the call is wrong, such as a path, a name, a column or an option."""
+    """An argument is invalid, for example a path, a name, a column or an option."""
 
 
 class StoreNotFoundError(UsageError):
-    """There is no store at a URI, for example because nothing was scored into it yet."""
+    """There is no store at the given URI, for example because nothing has been scored into it yet."""
 
 
 class StoreError(ReflogpError):
-    """The store, or a model's checkpoint, cannot serve the call."""
+    """Something is wrong with the store or with a model's checkpoint."""
 
 
 class StoreFormatError(StoreError):
-    """The store was written by a newer reflogp than this one."""
+    """The store was written by a newer version of reflogp."""
 
 
 class StoreUnavailableError(StoreError):
@@ -42,7 +42,7 @@ class StoreUnavailableError(StoreError):
 
 
 class DamagedStoreError(StoreError):
-    """Parts of the store are damaged, and the call (a write, for example) needs the whole store."""
+    """Parts of the store are damaged, but the call (for example, a write) needs the whole store."""
 
 
 class StoreDamageWarning(UserWarning):
@@ -50,7 +50,7 @@ class StoreDamageWarning(UserWarning):
 
 
 class ReferenceNotFoundError(StoreError):
-    """The store holds no table for the requested reference id."""
+    """The store has no table for the requested reference id."""
 
 
 class SnapshotNotFoundError(StoreError):
@@ -58,11 +58,11 @@ class SnapshotNotFoundError(StoreError):
 
 
 class CheckpointError(StoreError):
-    """A model folder's weight files are missing or truncated, or have a format that is refused."""
+    """A model folder's weight files are missing or truncated, or in a format that reflogp does not accept."""
 
 
 class FileChangedError(StoreError):
-    """A file was replaced or written to while it was read; reading it again may help."""
+    """A file was replaced or written to while it was being read; reading it again may help."""
 
 
 class ContentMismatchError(FileChangedError):

@@ -1,6 +1,6 @@
 """Export a table as a folder of Parquet files with a README, so that it can be shared, and import such a folder.
 
-An export has the store's own rows, and a reference.json that describes their reference model.
+An export contains the rows as they are stored, and a reference.json that describes the reference model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _MOST_PROVENANCE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of an export, which its contents.json lists.
+    """The contents of an export, as listed in its contents.json.
 
     Attributes:
-        reference_id: reference of the rows.
-        snapshot: number of the snapshot that was exported.
+        reference_id: id of the reference model that computed the rows.
+        snapshot: number of the exported snapshot.
         rows: number of rows.
-        card: sha256 of README.md as it was written, in hexadecimal.
-        files: sha256 of reference.json and of each Parquet file, by path in the export.
+        card: hexadecimal sha256 of the README.md that reflogp wrote.
+        files: hexadecimal sha256 of reference.json and of each Parquet file, by path in the export.
     """
 
     reference_id: str
@@ -59,7 +59,7 @@ class Contents:
 
     @classmethod
     def read(cls, file: Path) -> Contents:
-        """Parse a contents.json. Raises UsageError if the file cannot be read or names files that an export cannot have."""
+        """Parse a contents.json. Raises UsageError if it cannot be read or lists files that do not belong in an export."""
         try:
             if file.stat().st_size > _MOST_CONTENTS_BYTES:
                 raise ValueError("the file is too large")
@@ -68,7 +68,7 @@ class Contents:
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
                 raise ValueError("rows or reference_id has the wrong type")
             if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
-                raise ValueError(f"an export cannot have a file {shortened(str(others[0]), 100)!r}")
+                raise ValueError(f"an export cannot contain a file {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read: {sentence(error)}") from error
         return contents
@@ -79,7 +79,10 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the files in an export's folder whose sha256 differs from `files`. Raises UsageError if a file is missing."""
+        """Return the files in an export's folder whose sha256 is not the one in `files`.
+
+        Raises UsageError if a file is missing.
+        """
         for name in self.files:
             if not (folder / name).is_file():
                 raise UsageError(f"{folder} is not complete: {name} is missing")
@@ -91,10 +94,10 @@ class Imported:
     """The result of an import.
 
     Attributes:
-        reference_id: reference of the rows.
-        rows: rows in the export.
-        written: rows that the store lacked, or had with fewer values.
-        snapshot: number of the first snapshot that has all the rows.
+        reference_id: id of the reference model that computed the rows.
+        rows: number of rows in the export.
+        written: number of rows that the store did not have yet or had fewer values for.
+        snapshot: number of the first snapshot that contains all the rows.
     """
 
     reference_id: str
@@ -106,15 +109,16 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Write a snapshot's rows to `folder`/data/*.parquet, one row per key and sorted by key, with README.md and two JSON files.
+    """Export a snapshot to a folder: its rows as Parquet files, with a README.md and two JSON files.
 
-    reference.json describes the reference model; contents.json has the files' digests.
+    The files `data/*.parquet` have one row per key and are sorted by key. reference.json describes the reference model, and
+    contents.json lists the files' digests.
 
-    `datasets.load_dataset(folder)` reads the folder, and so does any Parquet reader.
+    `datasets.load_dataset(folder)` and any Parquet reader can read the folder.
 
     Args:
         table: the table to export.
-        folder: a local folder that does not exist yet or is empty. The new folder appears only when it is complete.
+        folder: a local folder that does not exist yet or is empty. The exported folder appears only when it is complete.
         snapshot: the snapshot to export, or None for the latest.
         progress: called with (rows written, total rows).
 
@@ -134,7 +138,7 @@ def export_table(
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{folder} exists and is not an empty folder; choose a new folder")
+        raise UsageError(f"{folder} exists and is not an empty folder; choose another folder")
     snapshot = snapshot or table.snapshot()
     shards = [table.shard(path) for path in snapshot.rows_of]
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -165,7 +169,9 @@ def export_table(
             target.rmdir()
         partial.replace(target)
     except ShardDamageError as error:
-        raise DamagedStoreError(f"a shard is damaged ({error}); before the export run: {repair_command(table.uri)}") from error
+        raise DamagedStoreError(
+            f"a shard is damaged ({error}). Before the export, repair the table: {repair_command(table.uri)}"
+        ) from error
     except STORAGE_ERRORS as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:
@@ -174,7 +180,7 @@ def export_table(
 
 
 def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
-    """Append an export's rows to a store, which is created if it does not exist. A value that the store already has is kept.
+    """Append an export's rows to a store, which is created if it does not exist. Values that the store already has are kept.
 
     The files' digests and all rows are checked before the first row is written.
 
@@ -201,13 +207,15 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     source = Path(folder)
     files = sorted((source / _DATA).glob("*.parquet"))
     if not (source / REFERENCE_FILE).is_file() or not files:
-        raise UsageError(f"{folder} is not an export: it needs reference.json and data/*.parquet")
+        raise UsageError(f"{folder} is not an export: an export contains reference.json and data/*.parquet")
     contents = None
     if (source / CONTENTS_FILE).exists():  # exports of older versions have no contents.json
         contents = Contents.read(source / CONTENTS_FILE)
         files = [source / name for name in contents.data]
         if damaged := contents.damaged(source):
-            raise UsageError(f"{source / damaged[0]} is damaged: {CONTENTS_FILE} names another sha256; nothing was imported")
+            raise UsageError(
+                f"{source / damaged[0]} is damaged: {CONTENTS_FILE} has a different sha256 for it; nothing was imported"
+            )
     try:
         reference = Reference.from_json((source / REFERENCE_FILE).read_text())
         if contents is not None and contents.reference_id != reference.reference_id:
@@ -217,7 +225,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         for file in files:
             for batch in pq.ParquetFile(file).iter_batches(_IMPORT_ROWS):
                 rows = pa.table(batch)
-                problem = "columns differ" if rows.schema.names != SCHEMA.names else _problem_of(rows.cast(SCHEMA))
+                problem = "wrong columns" if rows.schema.names != SCHEMA.names else _problem_of(rows.cast(SCHEMA))
                 if problem:
                     raise UsageError(f"{file}: {problem}; nothing was imported")
                 done += len(rows)
@@ -270,9 +278,9 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
     """Return the text of an export's README.md, which is its dataset card on the Hub.
 
     Args:
-        reference: reference of the rows.
-        snapshot, rows, tokens: number of the snapshot, number of its rows, and number of its values.
-        made: number of rows for each provenance, which is JSON.
+        reference: the reference model that computed the rows.
+        snapshot, rows, tokens: the snapshot's number, and how many rows and values it has.
+        made: number of rows for each provenance, a JSON string.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():
@@ -300,21 +308,21 @@ tags:
 | values | {tokens:,} |
 | snapshot of the store | {snapshot} |
 
-These are numbers only: hashes of token ids, lengths and log-probabilities. There is no text and there are no weights.
+The files contain only numbers: hashes of token ids, lengths and log-probabilities. They contain no text and no weights.
 
 | column | type | meaning |
 | --- | --- | --- |
 | `key` | binary | 16 bytes that identify a sequence by its token ids |
-| `prompt_len`, `completion_len` | int32 | tokens of the prompt, of the whole completion |
-| `scored_len` | int32 | how many of the completion's first tokens have a value |
-| `token_logps` | list of float32 | log p(token given all tokens before it), nats |
+| `prompt_len`, `completion_len` | int32 | number of tokens in the prompt and in the whole completion |
+| `scored_len` | int32 | number of completion tokens with a value, counted from the first token |
+| `token_logps` | list of float32 | log p(token given all tokens before it), in nats |
 | `logp_sum` | float64 | sum of `token_logps` |
 | `provenance` | string | JSON: how the values were computed |
 
-`datasets.load_dataset` reads this folder or dataset. To train on the values, add them to a store of reflogp:
+`datasets.load_dataset` reads this folder or dataset. To train with these values, add them to a reflogp store:
 
     reflogp store pull ./logps hf://datasets/ORGANISATION/NAME     from the Hub
     reflogp store import ./logps FOLDER                            from a folder
 
-`reference.json` describes the reference model, and `contents.json` has the files' sha256.
+`reference.json` describes the reference model, and `contents.json` lists the sha256 of each file.
 """

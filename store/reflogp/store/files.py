@@ -1,6 +1,6 @@
 """Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
-A file is written under a temporary name in the same folder and then renamed. The cache folder holds digests of files and
+A file is written under a temporary name in the same folder and then renamed. The cache folder contains file digests and
 compiled kernels. A later run trusts the digests and executes the kernels, so they must have been written by the current user,
 even if several users share the folder.
 """
@@ -19,7 +19,7 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; it becomes `target` if the block succeeds, and is deleted if the block fails.
+    """Yield a temporary path to write to. The file becomes `target` if the block succeeds, and is deleted if the block fails.
 
     A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
 
@@ -33,7 +33,7 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.replace(target)
     except OSError as error:
         if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
-            raise  # the error is about another file, which the block read
+            raise  # the error is about a different file, which the block read
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # the file, or its folder, does not exist
@@ -45,9 +45,9 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the folder `name`-<user id> below `parent`. The folder is created with mode 0700 if it does not exist.
+    """Return the folder `name`-<user id> in `parent`. The folder is created with mode 0700 if it does not exist.
 
-    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or may write to it.
+    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
     """
     folder = parent / f"{name}-{os.getuid()}"
     os.close(open_own_folder(folder))
@@ -59,7 +59,8 @@ def open_own_folder(folder: Path) -> int:
 
     The descriptor always refers to the folder that was checked, even if somebody renames the folders above it.
 
-    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link in place of the folder is refused.
+    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link is not accepted in place of the
+    folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -74,8 +75,8 @@ def open_own_folder(folder: Path) -> int:
 
 
 def check_own(about: os.stat_result, path: Path) -> None:
-    """Raise PermissionError for a file or folder that belongs to another user or that others may write to."""
+    """Raise PermissionError if a file or folder belongs to another user, or if other users can write to it."""
     if about.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & _OTHERS_MAY_WRITE:
-        raise PermissionError(f"{path} can be written by other users (chmod go-w {path})")
+        raise PermissionError(f"{path} is writable by other users (chmod go-w {path})")

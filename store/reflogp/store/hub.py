@@ -1,6 +1,7 @@
-"""Read files of the Hugging Face Hub's dataset repositories, and share one reference's log-probs as such a repository.
+"""Read files from dataset repositories on the Hugging Face Hub, and publish one reference's log-probs as a dataset repository.
 
-A shared repository has the files of an export (exchange.py). huggingface_hub, which must be installed, sends all requests.
+A published repository contains the files of an export (exchange.py). All requests go through huggingface_hub, which must be
+installed.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 #: Prefix of the URI of every file on the Hub.
 SCHEME = "hf://"
 _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
-# The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet, the one revision with slashes that is supported.
+# The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet. No other revision with slashes is supported.
 _FILE = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
 )
-_CHANGED = 412  # HTTP status for a commit whose parent is no longer the newest commit
+_CHANGED = 412  # HTTP status for a commit whose parent is no longer the latest commit
 _ROWS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True)
 class HubPlace:
-    """A dataset repository of the Hub.
+    """A dataset repository on the Hub, optionally at a revision.
 
     Attributes:
         repository: id of the repository, "organisation/name".
@@ -52,10 +53,10 @@ class HubPlace:
 
     @classmethod
     def parse(cls, uri: str) -> HubPlace:
-        """Return the repository that hf://datasets/ORGANISATION/NAME[@REVISION] names. Raises UsageError for any other URI."""
+        """Parse the URI of a repository: hf://datasets/ORGANISATION/NAME[@REVISION]. Raises UsageError for any other URI."""
         found = _URI.match(uri)
         if found is None:
-            raise UsageError(f"{uri} is not a dataset repository of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]")
+            raise UsageError(f"{uri} is not a dataset repository on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]")
         return cls(found["repository"], found["revision"])
 
     def __str__(self) -> str:
@@ -64,11 +65,11 @@ class HubPlace:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset repository of the Hub.
+    """A file in a dataset repository on the Hub.
 
     Attributes:
         place: repository and revision.
-        path: path in the repository.
+        path: path of the file in the repository.
     """
 
     place: HubPlace
@@ -76,10 +77,10 @@ class HubFile:
 
     @classmethod
     def parse(cls, uri: str) -> HubFile:
-        """Return the file that hf://datasets/ORGANISATION/NAME[@REVISION]/PATH names. Raises UsageError for any other URI."""
+        """Parse the URI of a file: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH. Raises UsageError for any other URI."""
         found = _FILE.fullmatch(uri)
         if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
-            raise UsageError(f"{uri} is not a file of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
+            raise UsageError(f"{uri} is not a file on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
         return cls(HubPlace(found["repository"], found["revision"]), found["path"])
 
     def without_revision(self) -> str:
@@ -90,7 +91,7 @@ class HubFile:
         """Download the file to huggingface_hub's cache and return its path. An interrupted download is resumed.
 
         Raises:
-            UsageError: there is no such file, or the token may not read it.
+            UsageError: the file does not exist, or the token has no permission to read it.
             StoreUnavailableError: the Hub cannot be reached.
         """
         api = _api()
@@ -99,9 +100,9 @@ class HubFile:
             return Path(api.hf_hub_download(self.place.repository, self.path, repo_type="dataset", revision=commit))
 
     def read(self, chunk: int) -> tuple[int, Iterator[bytes]]:
-        """Return the file's size in bytes, and an iterator over its content in pieces of at most `chunk` bytes.
+        """Return the file's size in bytes, and an iterator over its content in chunks of at most `chunk` bytes.
 
-        Each piece is one request. No piece is cached. This method and the iterator raise the same errors as `download`.
+        Each chunk is read with one request and is not cached. This method and the iterator raise the same errors as `download`.
         """
         from huggingface_hub import HfFileSystem
 
@@ -125,7 +126,7 @@ class HubFile:
         return size, pieces()
 
     def _found(self, api: HfApi) -> tuple[str, int]:
-        """Return the commit that the revision names now, and the file's size in bytes."""
+        """Return the commit that the revision currently refers to, and the file's size in bytes."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -147,10 +148,10 @@ class Pushed:
     """The result of a push.
 
     Attributes:
-        reference_id: reference of the rows.
-        rows: rows in the repository.
-        files: Parquet files in the repository.
-        commit: the repository's commit that has these rows.
+        reference_id: id of the reference model that computed the rows.
+        rows: number of rows in the repository.
+        files: number of Parquet files in the repository.
+        commit: id of the repository's commit that contains these rows.
         changed: False if the repository already had these rows.
     """
 
@@ -170,22 +171,23 @@ def push_table(
     replace: bool = False,
     progress: Progress | None = None,
 ) -> Pushed:
-    """Write a snapshot's rows to a dataset repository of the Hub in one commit, with a card that says how they were computed.
+    """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
-    Files that an interrupted push uploaded are not uploaded again. Other files of the repository are kept, and so is a dataset
-    card that somebody has changed.
+    The dataset card says how the values were computed.
+    Files that an interrupted push already uploaded are not uploaded again. Other files in the repository are kept, as is a
+    dataset card that somebody has edited.
 
     Args:
         table: the table to push.
         uri: hf://datasets/ORGANISATION/NAME. The repository is created if it does not exist.
         snapshot: the snapshot to push, or None for the latest.
-        public: make a new repository public; otherwise it is private.
-        replace: push even if the repository is damaged or has rows that the snapshot lacks.
+        public: whether a repository that the push creates is public; by default, it is private.
+        replace: whether to push even if the repository is damaged or has rows that the snapshot lacks.
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository has other data, has rows that the snapshot lacks, is changed during the push, or may not be
-            written to.
+        UsageError: the repository contains other data or rows that the snapshot lacks, was changed during the push, or cannot
+            be written to with this token.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -196,11 +198,11 @@ def push_table(
     snapshot = snapshot or table.snapshot()
     if not repository.exists():
         repository.create(public)
-    there = repository.contents(replace=replace)  # a new repository is read too, because another push may have filled it first
+    there = repository.contents(replace=replace)  # a new repository is read too: another push may have filled it by now
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
-            f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one "
-            "reference, so choose another repository"
+            f"{place} contains reference {there.reference_id}, not {table.reference.reference_id}. A repository can contain "
+            "only one reference: choose another repository"
         )
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
         folder = Path(scratch) / "export"
@@ -215,14 +217,14 @@ def push_table(
 
 
 def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
-    """Append the rows of a dataset repository of the Hub to a store, which is created if it does not exist.
+    """Append the rows of a dataset repository on the Hub to a store, which is created if it does not exist.
 
-    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. Before the first row is written, the
-    files' digests and all rows are checked. A key that the store already has keeps its value.
+    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. The files' digests and all rows are
+    checked before the first row is written. Values that the store already has are kept.
 
     Args:
         store: the store to append to.
-        uri: hf://datasets/ORGANISATION/NAME[@REVISION] that `push_table` wrote.
+        uri: hf://datasets/ORGANISATION/NAME[@REVISION] of a repository that `push_table` wrote.
         progress: called with (rows read, total rows); each row is read twice.
 
     Raises:
@@ -231,7 +233,7 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
     """
     repository = _Repository(HubPlace.parse(uri))
     if not repository.exists():
-        raise UsageError(f"{repository.place}: there is no such dataset, or the token may not read it ({_LOG_IN})")
+        raise UsageError(f"{repository.place}: there is no such dataset, or the token has no permission to read it ({_LOG_IN})")
     there = repository.contents(read_only=True)
     assert there is not None
     return import_folder(store, str(repository.download(there)), progress)
@@ -241,7 +243,7 @@ class _Repository:
     """A dataset repository that is read and written with huggingface_hub.
 
     Attributes:
-        commit: the newest commit of the repository, as of the last request or upload.
+        commit: the repository's latest commit, as of the last request or upload.
     """
 
     def __init__(self, place: HubPlace) -> None:
@@ -251,7 +253,7 @@ class _Repository:
         self._sha256: dict[str, str | None] = {}  # sha256 of each large file by path; None for a small file
 
     def exists(self) -> bool:
-        """Return False if there is no repository; otherwise record its newest commit and its files, and return True.
+        """Return False if the repository does not exist; otherwise record its latest commit and its files, and return True.
 
         Raises UsageError if the revision does not exist.
         """
@@ -275,7 +277,7 @@ class _Repository:
             raise StoreUnavailableError(f"{self.place} was created, but cannot be found")
 
     def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
-        """Return the contents of the repository's export, or None if the repository is empty or has only a dataset card.
+        """Return the contents of the export in the repository, or None if the repository is empty or has only a dataset card.
 
         Args:
             read_only: if True, raise UsageError for an empty repository too.
@@ -297,7 +299,9 @@ class _Repository:
         if read_only:
             raise UsageError(f"{self.place} was not written by `reflogp store push`: it has no {CONTENTS_FILE}")
         if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
-            raise UsageError(f"{self.place} holds other data ({others[0]}, …): choose a repository for these log-probs alone")
+            raise UsageError(
+                f"{self.place} contains other data ({others[0]}, …): use a separate repository for these log-probs"
+            )
         return None
 
     def has(self, contents: Contents) -> bool:
@@ -308,7 +312,7 @@ class _Repository:
     def download(self, contents: Contents) -> Path:
         """Download the export and return its folder. Raises UsageError if the export is damaged.
 
-        A file whose sha256 is wrong is downloaded a second time.
+        If a file's sha256 is wrong, the file is downloaded again.
         """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
@@ -320,11 +324,11 @@ class _Repository:
         for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(f"{self.place} is damaged: {damaged[0]} does not have the sha256 that {CONTENTS_FILE} gives")
+            raise UsageError(f"{self.place} is damaged: {CONTENTS_FILE} has a different sha256 for {damaged[0]}")
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Replace the repository's export by another one, in a single commit."""
+        """Replace the export in the repository, in a single commit."""
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
@@ -364,8 +368,8 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
             raise UsageError(f"{repository.place} is damaged: {name} cannot be read ({sentence(error)})") from error
     if lacking:
         raise UsageError(
-            f"{repository.place} has {lacking:,} sequences that this snapshot lacks: run `reflogp store pull {store} "
-            f"{repository.place}` first, which adds them to the store, or give --replace"
+            f"{repository.place} has {lacking:,} sequences that this snapshot lacks: add them to the store first "
+            f"(`reflogp store pull {store} {repository.place}`), or overwrite them with --replace"
         )
 
 
@@ -373,29 +377,29 @@ def _api() -> HfApi:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+        raise UsageError("hf:// URIs need huggingface_hub: pip install 'reflogp[hub]'") from error
     return HfApi(library_name="reflogp")
 
 
 @contextmanager
 def told(place: HubPlace) -> Iterator[None]:
-    """Convert huggingface_hub's errors that the block raises into reflogp's errors."""
+    """Convert the errors that huggingface_hub raises in the block into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # the base class of HTTP errors of the library that this huggingface_hub uses: requests or httpx
+    # the base class of HTTP errors in the library that this huggingface_hub uses, requests or httpx
     network: type[Exception] = next(parent for parent in HfHubHTTPError.__mro__ if parent.__name__ == "HTTPError")
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UsageError(f"{place} does not exist any more, or the token may not read it ({_LOG_IN})") from error
+        raise UsageError(f"{place} no longer exists, or the token has no permission to read it ({_LOG_IN})") from error
     except HFValidationError as error:
         raise UsageError(f"{place}: {sentence(error)}") from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            raise UsageError(f"{place}: the token may not do this ({_LOG_IN})") from error
+            raise UsageError(f"{place}: the token has no permission for this ({_LOG_IN})") from error
         if status == _CHANGED:
-            raise UsageError(f"{place} was changed during the push; nothing was pushed. Push again") from error
+            raise UsageError(f"{place} was changed during the push, so nothing was pushed; push again") from error
         raise StoreUnavailableError(f"{place}: {sentence(error)}") from error
     except (network, OSError, RuntimeError, ValueError) as error:
         raise StoreUnavailableError(f"{place}: {sentence(error)}") from error

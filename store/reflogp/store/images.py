@@ -1,14 +1,15 @@
 """Find images and other media in rows, and identify images inside token sequences.
 
-A reference model's log-probs depend on all media of a row. So a reader that scores or joins tokens alone must refuse a row with
-media (`media_of`), as a column or as a part of a message's content. The names of columns and parts are those of TRL (`image`,
-`images`), of transformers' chat templates and processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
+A reference model's log-probs depend on all media in a row. Code that scores or joins only tokens must therefore refuse rows
+with media, whether in a column or in a part of a message's content (see `media_of`). The recognized names of columns and parts
+come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages (`image_url`,
+`input_audio`, …).
 
-A processor writes many copies of one placeholder token for an image. Two rows that differ only in their images would then have
-the same token ids, and the same key. So image ids take the place of these copies: numbers from FIRST_IMAGE_ID on, which no
-vocabulary has, made from the image's decoded pixels, the settings of the image processor and the position in the image.
-Everything that works on token ids then works on rows with images: keys, truncation, shared prefixes, joins. Keys of text do not
-change.
+A processor represents an image by many copies of one placeholder token, so two rows that differ only in their images have the
+same token ids and would have the same key. To avoid this, each copy is replaced with an image id: a number of at least
+FIRST_IMAGE_ID, which no vocabulary contains, computed from the image's decoded pixels, the image processor's settings and the
+position in the image. Everything that works on token ids (keys, truncation, shared prefixes, joins) then works on rows with
+images too. Keys of text-only rows do not change.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import numpy.typing as npt
 
 from reflogp.store.errors import UsageError
 
-#: Columns from which TRL concludes that a dataset holds images. `image` holds one image, `images` holds a list of images.
+#: Columns by which TRL recognizes a dataset with images. `image` contains one image, `images` a list of images.
 IMAGE_COLUMNS = ("image", "images")
-#: Columns that hold media.
+#: Columns that contain media.
 MEDIA_COLUMNS = (*IMAGE_COLUMNS, "video", "videos", "audio", "audios")
-#: Columns that a processor makes from media, in rows with token ids.
+#: Columns that a processor computes from media, in tokenized rows.
 PROCESSED_COLUMNS = (
     "pixel_values",
     "pixel_values_images",
@@ -42,7 +43,7 @@ PROCESSED_COLUMNS = (
     "input_features",
     "audio_input_values",
 )
-#: Columns that hold messages.
+#: Columns that contain messages.
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
 #: A content part whose type contains one of these words is not text. A part without a type is not text if it has a media key.
 _MEDIA_WORDS = ("image", "video", "audio", "file")
@@ -51,24 +52,25 @@ _PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audi
 #: The smallest image id. All token ids are smaller.
 FIRST_IMAGE_ID = 1 << 31
 DIGEST_BYTES = 16
-#: An image with fewer tokens is refused, because 31 bits for each token would not identify the image reliably.
+#: Minimum number of tokens in an image. An image with fewer tokens is refused, because 31 bits per token would not be enough to
+#: identify the image reliably.
 FEWEST_TOKENS = 4
-#: Attributes of an image processor that change neither pixels nor the number of tokens.
+#: Attributes of an image processor that affect neither the pixels nor the number of tokens.
 _NOT_SETTINGS = frozenset(
     {"image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format", "device",
      "return_tensors", "disable_grouping", "model_input_names", "auto_map", "do_convert_annotations"}
 )  # fmt: skip
-#: Maximum number of combinations of kinds whose results are kept in memory.
+#: Maximum number of combinations of image sizes and modes whose results are cached in memory.
 _REMEMBERED = 4096
 
-#: The kind of an image: ((width, height) in pixels, PIL's mode). Its number of tokens depends on no other property of the
-#: image.
+#: An image's size and mode: ((width, height) in pixels, PIL's mode). No other property of the image affects its number of
+#: tokens.
 Kind = tuple[tuple[int, int], str]
 Int64s = npt.NDArray[np.int64]
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """Return a description of the media in a row, or None for a row of text or of token ids."""
+    """Return a description of the first media found in a row, or None if the row has only text or token ids."""
     for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
         if name in columns and _is_present(columns[name]):
             return f"column {name}"
@@ -92,7 +94,7 @@ def _media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return the type of a content part that is not text, else the first media key that the part holds, else None."""
+    """Return the media type of a content part or, if it has none, its first media key; return None for text."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -100,7 +102,7 @@ def _media_type(part: Mapping[str, Any]) -> str | None:
 
 
 def _is_present(value: Any) -> bool:
-    """Return False for null, for NaN (pandas' null), and for a value that is empty or holds only nulls."""
+    """Return False for null, for NaN (pandas' null), and for a value that is empty or contains only nulls."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return False
     if isinstance(value, str | bytes):
@@ -113,7 +115,7 @@ def _is_present(value: Any) -> bool:
 
 
 def pixel_digest(image: Any) -> bytes:
-    """Return 16 bytes that identify an image's decoded pixels, independent of the image's file format.
+    """Return 16 bytes that identify an image's decoded pixels, regardless of the image's file format.
 
     Args:
         image: a decoded PIL.Image.
@@ -132,9 +134,10 @@ def pixel_digest(image: Any) -> bytes:
 
 
 def settings_digest(image_processor: Any) -> bytes:
-    """Return 16 bytes that identify what an image processor does to images: sizes, crops, means, limits on pixels.
+    """Return 16 bytes that identify what an image processor does to images: sizes, crops, means, pixel limits.
 
-    The digest does not depend on the library that resizes images (PIL or torchvision), since results differ only by rounding.
+    The digest does not depend on which library resizes images (PIL or torchvision), because their results differ only by
+    rounding.
     """
     settings = {
         name: value
@@ -151,7 +154,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
-    """Return the image ids that take the place of an image's tokens, int64 (count,), each in [2**31, 2**32).
+    """Return the image ids that replace an image's tokens, int64 (count,), each in [2**31, 2**32).
 
     Args:
         image: the image's `pixel_digest`.
@@ -164,32 +167,33 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
         >>> bool((ids >= 2**31).all()), len(ids)
         (True, 4)
     """
-    # The count is part of the hash: some processors give an image fewer tokens, and other features, if the row has more images.
+    # The count is part of the hash: some processors give an image fewer tokens and different features if the row has more
+    # images.
     stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings + struct.pack("<I", count)).digest(4 * count)
     ids: Int64s = np.frombuffer(stream, "<u4").astype(np.int64) | FIRST_IMAGE_ID
     return ids
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of the token that a model replaces by image features, or None for the config of a text-only model."""
+    """Return the id of the token that a model replaces with image features, or None for the config of a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
 
 
 class ImageTokens:
-    """A tokenizer for texts with images that needs only the images' sizes and modes: no pixel is read, resized or copied.
+    """A tokenizer for text with images that needs only the images' sizes and modes, and never reads, resizes or copies pixels.
 
-    A processor's text depends on an image only through its size. So the processor is called with blank images, and its image
-    processor runs once for each combination of sizes and modes. An image processor that does not accept an image's mode refuses
-    the blank image too.
+    The tokens that a processor returns depend only on the sizes of the images, not on their pixels. The processor is therefore
+    called with blank images, and its image processor runs once for each combination of sizes and modes. An image processor that
+    does not accept an image's mode refuses the blank image too.
 
     Args:
-        processor: a transformers processor with a tokenizer and an image processor. The processor is not changed.
-        image_token_id: see `image_token`.
+        processor: a transformers processor with a tokenizer and an image processor. It is not modified.
+        image_token_id: id of the image token; see `image_token`.
 
     Attributes:
-        processor: a copy of the processor that processes blank images only.
+        processor: a copy of the processor for blank images only.
         settings: the image processor's `settings_digest`.
     """
 
@@ -203,7 +207,7 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text with images of these kinds; the copies of the image token are not replaced yet.
+        """Return the token ids of a text with images of these sizes and modes, before image ids replace the image tokens.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
@@ -212,14 +216,15 @@ class ImageTokens:
         return [int(token) for token in found]
 
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
-        """Return the number of image tokens of each image of a row. The number may depend on the row's other images.
+        """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
 
-        Raises UsageError if the tokenizer has neither an EOS token nor a padding token, one of which must separate the images.
+        Raises UsageError if the tokenizer has neither an EOS token nor a padding token, one of which is needed to separate the
+        images.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
             if self._between is None:
-                raise UsageError("the tokenizer has no EOS token and no padding token")
+                raise UsageError("the tokenizer has neither an EOS token nor a padding token")
             end = self.processor.tokenizer.convert_tokens_to_ids(self._between)
             ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(kinds)), kinds), end])
             before = np.cumsum(ids == self.image_token_id)[ids == end]
@@ -231,13 +236,13 @@ class ImageTokens:
         return self._counts[kinds]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
-        """Return token ids with image ids in the places of the images' tokens, int64 (n,).
+        """Replace the image tokens with image ids and return all token ids, int64 (n,).
 
         Args:
             ids: token ids that the method `ids` returned.
             images: (pixel_digest, kind) of the images, in their order in the text.
 
-        Raises UsageError if `ids` and `images` have different numbers of image tokens, or if an image has fewer than
+        Raises UsageError if `ids` does not have as many image tokens as `images` need, or if an image has fewer than
         FEWEST_TOKENS tokens.
         """
         counts = self.counts([kind for _, kind in images]) if images else ()
@@ -257,19 +262,19 @@ class ImageTokens:
 
 
 def kind_of_image(image: Any) -> Kind:
-    """Return the kind of a PIL.Image."""
+    """Return the size and mode of a PIL.Image."""
     return (int(image.size[0]), int(image.size[1])), str(image.mode)
 
 
 def blanks(kinds: Sequence[Kind]) -> list[Any]:
-    """Return black images of these kinds, as PIL.Images."""
+    """Return black PIL.Images with these sizes and modes."""
     from PIL import Image
 
     return [Image.new(mode, size) for size, mode in kinds]
 
 
 class _ByKind:
-    """An image processor that runs once for each combination of kinds and keeps the output, without pixels, for later calls."""
+    """An image processor that runs once per combination of image sizes and modes, and caches the output without pixels."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -297,7 +302,7 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace an array of pixels by zeros of the same shape and type that take no memory; return other values unchanged."""
+    """Replace a pixel array with zeros of the same shape and dtype that take no memory; return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

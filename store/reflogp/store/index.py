@@ -1,6 +1,7 @@
 """Find the longest stored row of each key in a sorted index.
 
-An index holds all keys of a snapshot, or temporarily the keys of some row groups. This module reads no file.
+An index covers all keys of a snapshot or, for the duration of one lookup, the keys of some row groups. This module reads no
+files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pyarrow as pa
 
 from reflogp.store.keys import keys_as_words
 
-#: The length that stands for a key that was not found.
+#: The length that a lookup returns for a key that was not found.
 MISS = -1
 
 Int64s = npt.NDArray[np.int64]
@@ -23,12 +24,12 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """The rows in which n keys were found.
+    """The stored row of each of n keys, if there is one.
 
     Attributes:
         length: number of stored values, int32, or MISS if the key was not found.
         total: sum of the values, float64, or NaN if the key was not found.
-        file, row: number of the shard, and number of the row in the shard, int32.
+        file, row: index of the shard, and index of the row in the shard, int32.
     """
 
     length: npt.NDArray[np.int32]
@@ -38,28 +39,28 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return the places of n keys of which none has been found yet."""
+        """Return the result for n keys before any of them has been found."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
     @classmethod
     def joined(cls, parts: list[Places]) -> Places:
-        """Concatenate the places of consecutive parts of the keys."""
+        """Concatenate the results for consecutive slices of the keys."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def take(self, order: Int64s | slice) -> Places:
-        """Return the places of some of the keys, or of the keys in another order."""
+        """Return the results for some of the keys, or for all keys in a different order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Replace results by entries of `layer` that have more values.
+        """Replace results with entries of `layer` that have more values.
 
         Args:
             layer: the layer to search.
-            hi, lo: the words of the keys to look for.
-            asked: positions of these keys among the keys of this object, or None if `hi` and `lo` are all keys in order.
+            hi, lo: first and second 64-bit word of each key to look up.
+            asked: index of each of these keys in this object, or None if they are all of its keys, in order.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -73,7 +74,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Layer:
-    """Entries sorted by key: one entry per key, for the longest row of that key."""
+    """Index entries sorted by key: one entry per key, which points to the longest row with that key."""
 
     hi: Words
     lo: Words
@@ -84,12 +85,12 @@ class Layer:
 
     @classmethod
     def of(cls, columns: pa.Table, file: int, rows: npt.NDArray[np.int32] | None = None) -> Layer:
-        """Return the entries of one shard's index columns.
+        """Build a layer from one shard's index columns.
 
         Args:
             columns: key, scored_len, logp_sum.
-            file: number of the shard.
-            rows: row numbers in the shard, or None for 0, 1, 2, ….
+            file: index of the shard.
+            rows: index of each row in the shard, or None for 0, 1, 2, ….
         """
         hi, lo = keys_as_words(columns["key"])
         if rows is None:
@@ -120,7 +121,7 @@ class Layer:
         """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
-        while True:  # two keys have equal first halves with a chance of 1 in 2**64
+        while True:  # the chance that two keys have the same first half is 1 in 2**64
             inside = np.minimum(at, size - 1)
             beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
             if not beside.any():
@@ -131,7 +132,7 @@ class Layer:
 
 
 def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
-    """Return the indices of the entries in the order of their keys, with only the longest entry of each key."""
+    """Return the indices that sort the entries by key, with only the longest entry of each key."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]
     if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key

@@ -1,7 +1,7 @@
 """Join reference log-probs from a snapshot into tokenized rows, by key.
 
-Column names are those of TRL's tokenized datasets, and the joined columns are those that TRL's losses read. Every join applies
-truncation and ld_alpha here, so that all joins agree.
+Columns are named as in TRL's tokenized datasets, and the joined columns are those that TRL's losses read. All joins apply
+truncation and ld_alpha in this module, so that their results agree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from reflogp.store.keys import token_lists
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
-#: Column of reference log-probs for each token column, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
+#: Name of the reference column for each token column, as in TRL (trl/trainer/{dpo,kto}_trainer.py, signature columns).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
-#: Column of a joined file: the row's number in the dataset, from 0. The numbers have gaps, because rows without values are left
-#: out.
+#: Column of a joined file with each row's index in the dataset, starting at 0. There are gaps, because rows without values are
+#: omitted.
 ROW_COLUMN = "ref_row"
-#: Problem of a row whose stored values are unusable (see `Join`).
+#: The problem that is reported for a row whose stored values are unusable (see `Join`).
 UNUSABLE = "the row's stored values cannot be read; run `reflogp store verify`"
 
 Float32s = npt.NDArray[np.float32]
@@ -54,10 +54,10 @@ class LogpLookup(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """The keys and lengths that n rows need from a store.
+    """The keys to look up for n rows, and how many values of each sequence are needed.
 
     Attributes:
-        columns: column of reference log-probs for each token column.
+        columns: name of the reference column for each token column.
         keys: n keys for each token column.
         needed: for each token column, the number of values needed from the start of each completion, int64 (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
@@ -69,7 +69,7 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Return a digest of the rows' keys and lengths, in order. Rows with equal digests need the same values."""
+        """Return a digest of the keys and lengths, in order. If two digests are equal, the rows need the same values."""
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
             digest.update(name.encode())
@@ -83,10 +83,10 @@ class Join:
     """Reference log-probs of n rows.
 
     Attributes:
-        logps: log-probs for each column of reference log-probs, float32 (n,). They are NaN for `missing` rows.
+        logps: summed log-probs for each reference column, float32 (n,); NaN for `missing` rows.
         keys: n keys for each token column, in the same order as `logps`.
         tokens: for each token column, the number of log-probs in each sum, int64 (n,).
-        missing: rows with a sequence for which the snapshot has too few values or none, bool (n,).
+        missing: rows with a sequence for which the snapshot has too few values or no values, bool (n,).
         unusable: rows whose stored values are damaged or not finite, bool (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
 
@@ -142,20 +142,19 @@ def join_logps(
     """Return the reference log-probs of tokenized rows. All keys are computed first and then looked up together.
 
     Args:
-        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids);
-            one table, or an iterable of tables, of which only one at a time is held in memory.
-        lookup: source of the values: a Snapshot, or another object with such a `find` method.
+        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
+            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
+        lookup: source of the values: a Snapshot, or another object with the same `find` method.
         max_length: as in the trainer's config.
         truncation_mode: as in the trainer's config.
-        ld_alpha: LD-DPO's weight of the tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
+        ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
             None to give all tokens the same weight. Only pairs can have an ld_alpha.
 
     Returns:
-        A Join with float32 sums in nats, and with the rows that have no sum.
+        A Join with float32 sums in nats, which also marks the rows that have no sum.
 
     Raises:
-        UsageError: columns are missing, trainers do not accept the settings, there is no table, or ld_alpha is given without
-            pairs.
+        UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.
 
     Examples:
         >>> import pyarrow as pa
@@ -169,19 +168,19 @@ def join_logps(
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
-    """Compute the keys and lengths that tokenized rows need under a trainer's settings.
+    """Compute the keys to look up for tokenized rows, and how many values of each a trainer with these settings needs.
 
     Args:
-        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids);
-            one table, or an iterable of tables, of which only one at a time is held in memory.
+        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
+            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         max_length, truncation_mode: as in the trainer's config.
 
     Raises:
-        UsageError: columns are missing, trainers do not accept the settings, or there is no table.
+        UsageError: columns are missing, the settings are invalid, or there are no tables.
     """
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
-        raise UsageError("there is no table to join")
+        raise UsageError("there are no tables to join")
     columns = parts[0].columns
     return Asked(
         columns,
@@ -192,11 +191,11 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
 
 
 def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
-    """Look up all sequences together, and sum the values that a trainer's loss counts for each row.
+    """Look up all keys at once, and sum the values that the trainer's loss uses for each row.
 
     Args:
         lookup: source of the values.
-        ld_alpha: LD-DPO's weight of the tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
+        ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
             None to give all tokens the same weight. Only pairs can have an ld_alpha.
 
     Raises UsageError if ld_alpha is given without pairs.
@@ -222,7 +221,7 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError(
-            "ld_alpha needs the lengths of both completions of a pair: give the columns chosen_ids and rejected_ids"
+            "ld_alpha needs the lengths of both completions of a pair: provide the columns chosen_ids and rejected_ids"
         )
 
 

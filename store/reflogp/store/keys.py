@@ -1,4 +1,4 @@
-"""Compute keys: 16 bytes that identify a sequence by its token ids alone, independent of text, templates, models and files."""
+"""Compute keys: 16 bytes that identify a sequence by its token ids, independently of text, templates, models and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reflogp.store.errors import UsageError
 from reflogp.store.schema import one_array
 
 KEY_BYTES = 16
-#: The personalization string of blake2b, which separates keys from hashes that are made for other purposes.
+#: blake2b's personalization string, which keeps keys distinct from hashes computed for other purposes.
 KEY_PERSON = b"reflogp.seq.v1"
 KEY_TYPE = pa.binary(KEY_BYTES)
 
@@ -35,7 +35,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         UsageError: a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
-    if pa.types.is_null(array.type) and not len(array):  # the type of a column without rows
+    if pa.types.is_null(array.type) and not len(array):  # Arrow's type for a column without rows
         array = array.cast(pa.list_(pa.uint32()))
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
@@ -63,13 +63,13 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 
 
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
-    """Return Python lists or numpy arrays as an Arrow list array, without changing the type of their values.
+    """Convert Python lists or numpy arrays to an Arrow list array, without changing the type of their values.
 
-    Arrow infers the type: if int64 were requested, Arrow would truncate floats.
+    The type is left to Arrow to infer: if int64 were requested, Arrow would truncate floats.
     """
     try:
         array = pa.array(lists)
-    except (pa.ArrowInvalid, OverflowError):  # lists of integers of several numpy types, or ranges
+    except (pa.ArrowInvalid, OverflowError):  # lists of integers with different numpy types, or ranges
         arrays = [np.asarray(entry) for entry in lists]
         if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
             raise UsageError(f"{name}: expected lists of integers, got {strange[0]}") from None
@@ -88,7 +88,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
     """Return the keys of n sequences.
 
     A key is blake2b(digest_size=16, person=b"reflogp.seq.v1") over uint32-LE(len(prompt)) ‖ prompt as uint32-LE ‖
-    completion as uint32-LE. Hashing reads the flat token buffers; no list becomes a Python object.
+    completion as uint32-LE. Hashing reads the flat token buffers, without converting lists to Python objects.
 
     Args:
         prompt_ids: n lists of token ids (Arrow list array or Python lists).
@@ -98,7 +98,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
         fixed_size_binary(16) array of n keys.
 
     Raises:
-        UsageError: the numbers of prompts and completions differ, or a list or id is null, or an id does not fit uint32.
+        UsageError: the numbers of prompts and completions differ, a list or an id is null, or an id does not fit in uint32.
 
     Examples:
         >>> from reflogp.store import sequence_keys
@@ -124,10 +124,10 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
 
 
 def example_hash(keys: Sequence[bytes]) -> bytes:
-    """Return the example hash of a dataset row: the keys of its sequences, in order.
+    """Return the example hash of a dataset row: the concatenated keys of its sequences.
 
     Args:
-        keys: n keys of 16 bytes, as `sequence_keys` makes them.
+        keys: n keys of 16 bytes each, from `sequence_keys`, in the order of the sequences.
 
     Returns:
         16 * n bytes.
@@ -142,7 +142,10 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return keys as two uint64 arrays of shape (n,), read as big-endian, so that numeric order is byte order."""
+    """Return the first and the last 8 bytes of each key as big-endian uint64 numbers: two arrays of shape (n,).
+
+    As the numbers are big-endian, their order is the order of the keys.
+    """
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)
     words = np.frombuffer(fixed.buffers()[1] or b"", dtype=">u8")[2 * fixed.offset : 2 * (fixed.offset + len(fixed))]

@@ -1,7 +1,7 @@
-"""Read the Delta log entry by entry if delta-rs cannot read it, and repair damaged entries.
+"""Read the Delta log entry by entry when delta-rs cannot read it, and repair damaged entries.
 
-Each commit of reflogp records its changes twice: in its actions, and in its commitInfo (`redundant`). So damage to an entry is
-detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log format
+Each reflogp commit records its changes twice: in its actions, and in its commitInfo (`redundant`). Damage to an entry is
+therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log format
 (github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
 """
 
@@ -21,11 +21,11 @@ from reflogp.store import storage
 from reflogp.store.schema import SCHEMA
 
 FOLDER = "_delta_log"
-#: Setting of the Delta table that holds the store format number.
+#: Setting of the Delta table that contains the store's format number.
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
-#: The problem of an entry that does not exist.
+#: The problem that is reported for a log entry that does not exist.
 GONE = "the entry is missing"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
@@ -33,10 +33,10 @@ _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parque
 
 @dataclass(frozen=True)
 class Written:
-    """The description of a shard in the commit that added it.
+    """A shard, as described by the commit that added it.
 
     Attributes:
-        path: path of the shard's file in the table's folder.
+        path: path of the shard's file, relative to the table's folder.
         size: size of the file in bytes.
         rows: number of rows.
         digest: blake2b of the file, 32 hex digits, or None if the log does not record the digest.
@@ -49,7 +49,7 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return the content of commitInfo: the commit's shards with their digests, and the paths that it removes."""
+    """Return a copy of a commit's changes for its commitInfo: the shards it adds, with digests, and the paths it removes."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -59,10 +59,10 @@ class Entry:
 
     Attributes:
         version: number of the entry.
-        added, removed: shards that the entry adds and removes. A damaged entry has the shards of its actions or its commitInfo.
-        lines: the lines of the entry that are JSON.
-        problem: what is wrong with the entry, or None.
-        named: every shard whose name is in the bytes of the entry, in order.
+        added, removed: shards that the entry adds and removes, according to its actions and its commitInfo.
+        lines: the entry's lines that are valid JSON, parsed.
+        problem: what is wrong with the entry, or None if the entry is undamaged.
+        named: names of all shards that occur in the entry's bytes, in order.
     """
 
     version: int
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The state that results from the log's readable entries.
+    """The state of the table according to the log's readable entries.
 
     Attributes:
         version: number of the last entry.
@@ -97,7 +97,7 @@ def entry_path(version: int) -> str:
 
 
 def versions(filesystem: pafs.FileSystem) -> list[int]:
-    """Return the numbers of the existing entries, ascending."""
+    """Return the numbers of the existing entries in ascending order."""
     names = (path.rsplit("/", 1)[-1] for path in storage.list_files(filesystem, FOLDER))
     return sorted(int(match[1]) for name in names if (match := _ENTRY.fullmatch(name)))
 
@@ -105,7 +105,7 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
     """Return the path of the pointer to the last checkpoint, then the paths of the checkpoint files.
 
-    A checkpoint holds the state of the log up to one entry, so all these files can be rebuilt from the entries.
+    A checkpoint summarizes the log up to one entry, so all these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -129,7 +129,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
 
 
 def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
-    """Read an entry and compare its actions with its commitInfo. A missing entry has the problem GONE."""
+    """Read an entry and compare its actions with its commitInfo. For a missing entry, `problem` is GONE."""
     data = storage.read_file(filesystem, entry_path(version))
     if data is None:
         return Entry(version, problem=GONE)
@@ -158,7 +158,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 
 
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
-    """Compare an entry's actions with its commitInfo, record a difference as its problem, and copy commitInfo's digests."""
+    """Compare an entry's actions with its commitInfo, record any difference as its problem, and copy commitInfo's digests."""
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
         entry.problem = entry.problem or "the actions differ from the commitInfo"
@@ -179,7 +179,7 @@ def _has_metadata(entry: Entry) -> bool:
 def replay(
     filesystem: pafs.FileSystem, last: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Replayed:
-    """Replay the entries of the log, and skip unreadable parts.
+    """Replay the entries of the log, skipping unreadable parts.
 
     Args:
         filesystem: a filesystem whose root is the table's folder.
@@ -207,13 +207,13 @@ def checked(
     shards: Mapping[str, int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
-    """Replay the log, and compare the result with the shards that delta-rs reads; see `replay`.
+    """Replay the log as in `replay`, and compare the result with the shards that delta-rs reads.
 
     If no entry is damaged, but the shards differ from those that delta-rs reads, the checkpoints are recorded as damaged.
 
     Args:
         filesystem, last, progress: as in `replay`.
-        shards: size in bytes of each shard by path, as delta-rs reads them, starting from checkpoints.
+        shards: size in bytes of each shard, by path, as read by delta-rs, which starts from checkpoints.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
@@ -222,13 +222,13 @@ def checked(
 
 
 def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return a damaged entry's new content: its readable parts, and each undamaged shard that its bytes name.
+    """Return new content for a damaged entry: its readable parts, and all undamaged shards that its bytes name.
 
     Args:
         entry: the damaged entry.
-        whole: a function that takes a shard's path and its expected digest (None if unknown). The function returns the shard's
+        whole: a function that takes a shard's path and its expected digest (None if unknown), and returns the shard's
             description, or None if the shard is missing or damaged.
-        now: time of the repair, milliseconds since 1970.
+        now: time of the repair, in milliseconds since 1970.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]
     removed = entry.removed

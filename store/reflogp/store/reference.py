@@ -1,6 +1,6 @@
 """Compute the reference id: a digest of a reference model's content and dtypes, but not of its name or location.
 
-This module decides which parts of a checkpoint can change a log-prob and so belong to the id. It loads no tensor.
+This module defines which parts of a checkpoint can change a log-prob and are therefore part of the id. It loads no tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from reflogp.store.errors import ContentMismatchError, FileChangedError, Reflogp
 from reflogp.store.schema import FORMAT
 from reflogp.store.texts import counted, short_repr
 
-#: Dtypes that a model can compute in. A plain name: weights and activations have that dtype. "…-autocast": weights are float32
-#: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
+#: Dtypes that a model can compute in. With a plain name, weights and activations have that dtype. With "…-autocast", weights
+#: are float32, and torch.autocast casts the operands of matrix products, as in accelerate's mixed precision (bf16=True,
+#: fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: The dtype argument that stands for the dtype in which a store holds a model. `store.choose_reference` resolves it.
+#: The dtype argument that selects the dtype in which the model was scored into the store. `store.choose_reference` resolves it.
 AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
-#: which software wrote it, settings of generation and training, and how attention is computed (recorded as provenance).
-#: Every other entry is part of the id, so an entry that reflogp does not know makes a new id rather than a false cache hit.
+#: which software wrote it, settings for generation and training, and how attention is computed (which is recorded as
+#: provenance). Every other entry is part of the id, so an entry that reflogp does not know results in a new id rather than a
+#: false cache hit.
 IGNORED_CONFIG_KEYS = frozenset(
     {
         "_attn_implementation",
@@ -76,7 +78,8 @@ IGNORED_CONFIG_KEYS = frozenset(
     }
 )
 
-#: Entries of adapter_config.json that are not part of the id: where the adapter came from, and settings only for training.
+#: Entries of adapter_config.json that are not part of the id: where the adapter came from, and settings that affect only
+#: training.
 _ADAPTER_NOT_SEMANTIC = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version", "lora_dropout"}
 )
@@ -84,17 +87,20 @@ _ADAPTER_NOT_SEMANTIC = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference model that a reference id stands for. A store keeps it in reference.json, next to the model's table.
+    """The reference model that a reference id identifies.
+
+    A store keeps this description in reference.json, next to the model's table.
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a label for people: the name of the folder or hub model when it was first scored. The name is not part of the id.
+        name: a human-readable label: the name of the folder or hub model when it was first scored. The name is not part of the
+            id.
         dtype: dtype in which the model computes while scoring, one of `Dtype`.
-        lm_head_dtype: dtype of the product with the output embedding.
+        lm_head_dtype: dtype in which the output layer computes logits.
         weights: sorted sha256 digests of the weight files.
-        config: the entries of config.json that can change a log-prob (quantization included).
-        adapter: None, or the sha256 of an adapter's weights and the entries of its config that can change a log-prob (rank,
-            scale, targets).
+        config: the entries of config.json that can change a log-prob, including quantization.
+        adapter: the sha256 of the adapter's weights and the entries of its config that can change a log-prob (rank, scale,
+            targets), or None if there is no adapter.
         format: format number of the store.
 
     Examples:
@@ -138,14 +144,16 @@ class Reference:
             raise ValueError(f"the fields do not describe a reference ({error})") from error
         texts = (found.name, found.dtype, found.lm_head_dtype, *found.weights)
         if not all(isinstance(text, str) for text in texts) or not isinstance(found.config, dict):
-            raise ValueError("the fields do not describe a reference (a field has another type)")
+            raise ValueError("the fields do not describe a reference (a field has the wrong type)")
         return found
 
 
 def check_format(number: int) -> None:
-    """Raise StoreFormatError if a store's format is newer than this reflogp can read."""
+    """Raise StoreFormatError if a store's format is newer than this version of reflogp can read."""
     if number > FORMAT:
-        raise StoreFormatError(f"the store has format {number}, and this reflogp reads up to format {FORMAT}: upgrade reflogp")
+        raise StoreFormatError(
+            f"the store has format {number}, but this version of reflogp reads only formats up to {FORMAT}: upgrade reflogp"
+        )
 
 
 def describe_reference(
@@ -156,18 +164,18 @@ def describe_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """Return the reference for a model folder (or hub id) whose model computes in the given dtypes.
+    """Return the reference for a model (a folder or hub id) that computes in the given dtypes.
 
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
-        dtype: "float32", "bfloat16", "float16" for weights and activations in that dtype; "bfloat16-autocast" or
+        dtype: "float32", "bfloat16" or "float16" for weights and activations in that dtype; "bfloat16-autocast" or
             "float16-autocast" for float32 weights under torch.autocast; "checkpoint" for the dtype that config.json names.
         lm_head_dtype: "float32" if logits are computed in float32, or None if logits are computed in `dtype`.
         revision: revision of a hub id.
         progress: called with (bytes hashed, total bytes) while weight files are read.
 
     Returns:
-        The Reference; its reference_id depends on the files' content and on the dtypes alone.
+        The Reference. Its reference_id depends only on the content of the files and on the dtypes.
 
     Raises:
         UsageError: the model does not exist, or the dtype is unknown.
@@ -186,10 +194,10 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references for all dtypes.
+    """Return a model's references, one for each combination of dtypes.
 
-    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. Arguments
-    and errors are those of `describe_reference`. The weights are hashed once.
+    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. The
+    arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -206,7 +214,7 @@ class OpenModel:
     Attributes:
         reference: the reference for these files and the given dtypes.
         checkpoint: the config and the paths of the files.
-        files: the same files, open.
+        files: the open files of the checkpoint.
         digests: sha256 of each weight and code file, by path.
     """
 
@@ -216,7 +224,7 @@ class OpenModel:
     digests: dict[Path, str]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError with the names of the changed files if the files are not those of `reference`."""
+        """Raise ContentMismatchError, which names the changed files, if the files are not those of `reference`."""
         if self.reference.reference_id == reference.reference_id:
             return
         adapter, known = self.checkpoint.adapter, reference.adapter or {}
@@ -239,10 +247,12 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        Files of the folder that do not affect the id can be read through the checkpoint too. When the block ends, all files are
-        checked for changes since they were opened. So end the block only after the weights were copied into memory.
+        The folder's other files, which do not affect the id, can be read through the checkpoint too. When the block ends, all
+        files are checked for changes since they were opened, so end the block only after the weights have been copied into
+        memory.
 
-        Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's errors name the original paths.
+        Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's own errors name the original
+        paths.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -263,7 +273,7 @@ class OpenModel:
                         there = Adapter(of_adapter, adapter.config, of_adapter / adapter.weight_file.name)
                         yield Checkpoint(folder, found.config, weights, there)
             except ReflogpError as error:
-                self.files.check(by_path=not whole)  # a changed file is the cause; the error is a consequence
+                self.files.check(by_path=not whole)  # if a file changed, report that as the cause instead
                 text = str(error)
                 for temporary, original in ((folder, found.folder), (of_adapter, adapter and adapter.folder)):
                     text = text.replace(str(temporary), str(original)) if temporary is not None else text
@@ -280,9 +290,9 @@ def open_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model's files for the duration of the block, and compute their reference.
+    """Open a model's files for the duration of the block, and compute the model's reference.
 
-    Arguments and errors are those of `describe_reference`.
+    The arguments and errors are the same as for `describe_reference`.
     """
     folder = resolve_model(model, revision)
     with ExitStack() as stack:
@@ -292,12 +302,13 @@ def open_model(
         yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
 
 
-#: Maximum number of attempts to open a model folder. An attempt fails if the folder is replaced meanwhile.
+#: Maximum number of attempts to open a model folder. An attempt fails if the folder is replaced while its files are being
+#: opened.
 _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Return a checkpoint and its open files: everything that its reference id depends on, as it was at one moment."""
+    """Return a checkpoint and a consistent set of its open files: everything that its reference id depends on."""
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:
@@ -307,7 +318,7 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
         if checkpoint.is_of({path: file.read for path, file in files.files.items()}):
             return checkpoint, files
         files.close()
-    raise FileChangedError(f"{folder} was changed again and again while it was opened; run again when it is complete")
+    raise FileChangedError(f"{folder} kept changing while it was being opened; run again when it is complete")
 
 
 @contextmanager
@@ -326,7 +337,7 @@ def _reference_of(
     compute_dtype = resolve_dtype(dtype, checkpoint.config)
     head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
     if autocast_dtype(head_dtype) and head_dtype != compute_dtype:
-        raise UsageError(f"lm_head_dtype {head_dtype!r}: the output layer computes in float32 or in the model's dtype")
+        raise UsageError(f"lm_head_dtype {head_dtype!r}: use float32, or leave it out to compute logits in the model's dtype")
     adapter, on_top = checkpoint.adapter, None
     if adapter is not None:
         settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}

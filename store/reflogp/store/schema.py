@@ -1,6 +1,6 @@
-"""Define the columns of a shard as one Arrow schema, build and check rows that fit it, and encode tables as Arrow IPC streams.
+"""Define the Arrow schema of shards, build and check tables with this schema, and encode tables as Arrow IPC streams.
 
-Processes send tables to each other as Arrow IPC streams, also over HTTP.
+Processes exchange tables as Arrow IPC streams, including over HTTP.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: Format number of a store (docs/store-format.md). A store with a higher number is refused.
+#: Number of the store format (docs/store-format.md). A store with a higher number is refused.
 FORMAT = 1
 
-#: Delta Lake has neither fixed-size binary nor unsigned integers, hence binary and int32.
+#: The columns of a shard. Delta Lake has neither fixed-size binary nor unsigned integers, hence binary and int32.
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.binary(), nullable=False),
@@ -38,13 +38,13 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """Return rows as a table with SCHEMA. `scored_len` is the number of each row's values, and `logp_sum` is their float64 sum.
+    """Build a table with SCHEMA. `scored_len` is the number of values in each row, and `logp_sum` is their float64 sum.
 
     Args:
         keys: n keys, binary or fixed_size_binary(16).
-        prompt_lens: tokens of each prompt, shape (n,).
-        completion_lens: tokens of each whole completion, shape (n,). A row may hold fewer values than its completion has
-            tokens.
+        prompt_lens: number of tokens in each prompt, shape (n,).
+        completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
+            has tokens.
         token_logps: n lists of float32.
         provenance: how the values were computed; stored as one JSON string per row (dictionary-encoded, so it takes almost no
             space).
@@ -67,7 +67,7 @@ def shard_table(
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
     """Return the float64 sum of each list's first `lengths` values (of all values if None), shape (n,).
 
-    Each row is summed on its own, so a non-finite value affects only its own row.
+    Each row is summed separately, so a non-finite value affects only its own row.
     """
     offsets = lists.offsets.to_numpy().astype(np.int64)
     starts, stops = offsets[:-1], offsets[1:]
@@ -79,7 +79,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 
 def problem_of_rows(rows: pa.Table) -> str | None:
-    """Return the reason why rows do not fit the schema, or None if they do."""
+    """Return why a table's rows are not valid shard rows, or None if they are valid."""
     if not rows.schema.equals(SCHEMA):
         return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
@@ -94,14 +94,14 @@ def problem_of_rows(rows: pa.Table) -> str | None:
     if (lengths != rows["scored_len"].to_numpy()).any():
         return "a scored_len differs from the number of values in its row"
     if (lengths > rows["completion_len"].to_numpy()).any():
-        return "a row holds more values than its completion has tokens"
+        return "a row has more values than its completion has tokens"
     if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
         return "a logp_sum is not the sum of its row's values"
     return None
 
 
 def one_array(array: Any) -> Any:
-    """Return an Arrow array; the chunks of a chunked array are joined."""
+    """Return a single Arrow array; the chunks of a chunked array are concatenated."""
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:
@@ -117,7 +117,7 @@ _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def stream_buffer(table: pa.Table) -> pa.Buffer:
-    """Return a table as an Arrow IPC stream in an Arrow buffer."""
+    """Encode a table as an Arrow IPC stream, and return it as an Arrow buffer."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -125,13 +125,13 @@ def stream_buffer(table: pa.Table) -> pa.Buffer:
 
 
 def stream_bytes(table: pa.Table) -> bytes:
-    """Return a table as an Arrow IPC stream in a bytes object."""
+    """Encode a table as an Arrow IPC stream, and return it as a bytes object."""
     content: bytes = stream_buffer(table).to_pybytes()
     return content
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Yield the messages of an Arrow IPC stream one by one. The concatenated messages equal what `stream_buffer` returns."""
+    """Yield the messages of an Arrow IPC stream one by one. Concatenated, they equal the result of `stream_buffer`."""
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

@@ -20,13 +20,14 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: Rows of a row group. A lookup of one key reads one row group: 3.4 MB of values (200 tokens a row), 120 kB of index columns.
+#: Rows per row group. A lookup of one key reads one row group: 120 kB of index columns and, at 200 tokens per row, 3.4 MB of
+#: values.
 ROW_GROUP_ROWS = 4_096
-#: Rows with many tokens get smaller row groups: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
+#: If rows have many tokens, row groups are smaller: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
-#: Maximum bytes of the row groups whose values are read together; a larger row group is read alone.
+#: Maximum total size, in bytes, of row groups whose values are read together; a larger row group is read on its own.
 READ_BYTES = 32 << 20
-#: The columns that a lookup reads if it does not need the values of single tokens.
+#: The columns that a lookup reads if it does not need the values of individual tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
 Int64s = npt.NDArray[np.int64]
@@ -34,18 +35,18 @@ Words = npt.NDArray[np.uint64]
 
 
 class ShardDamageError(Exception):
-    """A shard's file is missing, or its bytes are not those that were written. `str()` of the error gives the reason."""
+    """A shard's file is missing, or its content is not what was written. The error's message gives the reason."""
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Return rows in the order of a shard: sorted by key, with the longest row of a key first."""
+    """Sort rows as in a shard: by key, with the longest row of each key first."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Return the longest row of each key, in the order of a shard, or `rows` itself if nothing changes."""
+    """Return the longest row of each key, sorted by key. If nothing changes, return `rows` itself."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -60,9 +61,9 @@ def _group_rows(rows: pa.Table) -> int:
 
 
 def write_shard(rows: pa.Table, sink: Any) -> None:
-    """Write rows, which must be sorted by key, as a shard's file.
+    """Write rows, which must be sorted by key, to a shard's file.
 
-    The file is compressed with zstd, encodes log-probs with byte-stream-split (15% smaller), and has a checksum per page.
+    The file is compressed with zstd, encodes log-probs with byte-stream-split (which saves 15%), and has a checksum per page.
     """
     pq.write_table(
         rows,
@@ -79,9 +80,9 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
 
 
 def shard_digest(data: Any) -> str:
-    """Return the blake2b of a shard's file, 32 hex digits.
+    """Return the blake2b digest of a shard's file, as 32 hex digits.
 
-    Unlike the checksums of pages, the digest covers the headers of pages and the footer of the file.
+    Unlike the page checksums, the digest also covers the page headers and the file's footer.
     """
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -90,8 +91,12 @@ def shard_digest(data: Any) -> str:
 class Group:
     """A row group of a shard.
 
-    `start` is the number of its first row in the shard, `rows` its number of rows, `bytes` its uncompressed bytes; `least` and
-    `greatest` are the first 8 bytes of its least and greatest key, as big-endian integers.
+    Attributes:
+        index: index of the row group in the shard.
+        start: index of the row group's first row in the shard.
+        rows: number of rows.
+        bytes: uncompressed size in bytes.
+        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers.
     """
 
     index: int
@@ -103,10 +108,10 @@ class Group:
 
 
 class Shard:
-    """One shard of a table, read whole or in parts.
+    """One shard of a table, which can be read as a whole or in parts.
 
-    Methods raise ShardDamageError if the file is missing or its bytes are not those that were written, and
-    StoreUnavailableError if the storage does not respond.
+    Methods raise ShardDamageError if the file is missing or its content is not what was written, and StoreUnavailableError if
+    the storage does not respond.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
@@ -137,14 +142,14 @@ class Shard:
                 yield file.read_row_group(index)
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """Yield (a slice of `rows`, a column's values in those rows), reading only the row groups that hold the rows.
+        """Yield (a slice of `rows`, a column's values in those rows), reading only the row groups that contain the rows.
 
-        One part covers row groups of at most READ_BYTES (or a single larger row group), so memory is bounded for any number of
-        rows.
+        Each slice covers row groups of at most READ_BYTES (or a single larger row group), so memory use is bounded for any
+        number of rows.
 
         Args:
             column: name of the column.
-            rows: row numbers, ascending.
+            rows: indices of rows in the shard, in ascending order.
         """
         groups = self.groups
         group_of = np.searchsorted(np.array([group.start for group in groups]), rows, "right") - 1
@@ -167,18 +172,18 @@ class Shard:
                 at = stop
 
     def digest(self) -> str:
-        """Return the digest of the file as it is now; see `shard_digest`."""
+        """Return the digest of the file's current content; see `shard_digest`."""
         try:
             with self._filesystem.open_input_stream(self.path) as source:
                 found = hashlib.blake2b(digest_size=16)
                 while chunk := source.read(1 << 24):
                     found.update(chunk)
         except FileNotFoundError as error:
-            raise ShardDamageError("the file is gone") from error
+            raise ShardDamageError("the file is missing") from error
         return found.hexdigest()
 
     def problem(self, digest: str | None = None) -> str | None:
-        """Read every page of this shard and return what is wrong with it, or None.
+        """Read every page of this shard and return what is wrong with it, or None if nothing is wrong.
 
         Args:
             digest: expected digest of the shard's file, or None if unknown.
@@ -194,7 +199,7 @@ class Shard:
                     return "the rows are not sorted by key"
                 last = (int(hi[-1]), int(lo[-1])) if len(hi) else last
             if digest is not None and self.digest() != digest:
-                return "the file's bytes are not those that were committed"
+                return "the file's content is not what was committed"
         except ShardDamageError as error:
             return str(error)
         return None
@@ -204,7 +209,7 @@ class Shard:
 
 
 class _OpenShard:
-    """A context manager that opens the Parquet file, and turns errors of Arrow and storage into errors of the store."""
+    """A context manager that opens the Parquet file, and converts errors from Arrow and the storage into the store's errors."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
         self._filesystem, self._path = filesystem, path
@@ -228,9 +233,9 @@ class _OpenShard:
             self._source.close()
 
     def _meaning(self, error: BaseException) -> Exception:
-        """Return a ShardDamageError if the file is missing or is readable but damaged, otherwise a StoreUnavailableError."""
+        """Return a ShardDamageError if the file is missing, or readable but damaged; otherwise, a StoreUnavailableError."""
         if isinstance(error, FileNotFoundError):
-            return ShardDamageError("the file is gone")
+            return ShardDamageError("the file is missing")
         try:
             with self._filesystem.open_input_stream(self._path) as source:
                 while source.read(1 << 24):

@@ -1,11 +1,11 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-There are two ways to look up keys, and the number of rows decides which one is used. Up to INDEX_ROWS rows, the index of every
-key is kept in memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that
-can hold the keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. In
-both cases, token values are read only for rows whose result needs them. A snapshot never writes.
+How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
+suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
+because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
+In both cases, token values are read only for rows whose result needs them. A snapshot never writes to the store.
 
-A lookup over HTTP returns its result as one Arrow table. The columns of this table are defined here, for the service and the
+A lookup over HTTP returns its result as one Arrow table. This module defines the table's columns, for the service and the
 client.
 """
 
@@ -34,18 +34,18 @@ from reflogp.store.schema import list_sums, stream_messages
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
 from reflogp.store.texts import counted, short_repr
 
-#: Maximum number of rows for which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
+#: Maximum number of rows for which the whole index is kept in memory. At 36 bytes per row, the index takes at most 1.1 GB.
 INDEX_ROWS = 30_000_000
-#: Maximum number of index layers. More layers are merged, so that a lookup never searches many layers.
+#: Maximum number of index layers. If there are more, layers are merged, so that a lookup never has to search many of them.
 _MAX_LAYERS = 8
-#: Number of shards read at the same time, since object stores respond slowly but serve many requests in parallel.
+#: Number of shards that are read at the same time. Object stores respond slowly, but serve many requests in parallel.
 _READERS = 8
-#: Number of row groups of one shard that a lookup without an index holds in memory: 64 times 4,096 rows of 28 bytes are 7 MB.
+#: Number of row groups per shard that a lookup without an index keeps in memory: 64 * 4,096 rows * 28 bytes are 7 MB.
 _GROUPS_AT_ONCE = 64
-#: Maximum number of rows whose token values are read together.
+#: Maximum number of rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
-#: Keys per lookup in the index, the bytes of working memory that a lookup needs per key, and the bytes of its result per key.
-#: A pass over row groups looks up all keys at once, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
+#: Number of keys that are looked up in the index at a time, bytes of working memory per key, and bytes of the result per key. A
+#: pass over row groups looks up all keys at once, and keeps the entries of _READERS * _GROUPS_AT_ONCE row groups in memory.
 _FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
 
 
@@ -59,11 +59,11 @@ class Snapshot:
         number: number of the snapshot.
         reference: reference model of the table.
         filesystem: a filesystem whose root is the table's folder.
-        rows_of: number of rows of every shard of this state.
+        rows_of: number of rows in each shard of the snapshot, by path.
         index_rows: maximum number of rows for which the index is kept in memory.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
-    A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
+    A missing or damaged shard is skipped with a StoreDamageWarning: its rows count as misses, and `damaged` gives the reason.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, sequence_keys
@@ -93,7 +93,8 @@ class Snapshot:
         self._index_rows = index_rows
         self._table_uri = table_uri
         self._shards = [Shard(filesystem, path) for path in self.rows_of]
-        # The index, and how many of the first shards it covers. Threads that load it concurrently each set the whole pair.
+        # The index, and the number of shards that it covers, starting with the first. Threads that load the index concurrently
+        # each replace the whole pair.
         self._index: tuple[list[Layer], int] = ([], 0)
 
     @property
@@ -103,7 +104,7 @@ class Snapshot:
 
     @property
     def store_uri(self) -> str:
-        """URI of the store that has the table."""
+        """URI of the store that contains the table."""
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class Snapshot:
         )
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Return snapshot `number` with the shards of `rows_of`; reuse the index if all shards of this snapshot remain."""
+        """Return snapshot `number` with the shards of `rows_of`; reuse the index if they include all shards of this one."""
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
         later = self._another(number, self.rows_of | dict(rows_of))
@@ -130,10 +131,10 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look up n keys. The result gives their lengths, sums and values.
+        """Look up n keys, and return an object that gives their lengths, sums and values.
 
         Args:
-            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
+            keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
         """
         if len(self) > self._index_rows:
             return Found(self, self._sorted(keys, self._scanned_places))
@@ -144,15 +145,15 @@ class Snapshot:
         return Found(self, Places.joined(parts))
 
     def find_bytes(self, count: int) -> int:
-        """Return the bytes of memory that a lookup of `count` keys takes, including its result."""
+        """Return how many bytes of memory a lookup of `count` keys needs, including its result."""
         if len(self) > self._index_rows:
             return count * (_FIND_BYTES + _PLACE_BYTES) + _READERS * _GROUPS_AT_ONCE * ROW_GROUP_ROWS * 28
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Return the places of keys, in the order of `keys`.
+        """Return where the keys were found, in the order of `keys`.
 
-        The keys are sorted before the search, so that memory is read in order.
+        The keys are sorted before the search, so that the index is read in order.
         """
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
@@ -162,7 +163,7 @@ class Snapshot:
         return places.take(back)
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
-        """Return the number of values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
+        """Return the number of values that the snapshot has for each key, int32 (n,); -1 for a miss."""
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
@@ -173,33 +174,33 @@ class Snapshot:
         """Look up n keys and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
 
         Args:
-            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
-            lengths: how many values to sum, int64 (n,).
+            keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
+            lengths: number of values to sum for each key, int64 (n,).
 
         Returns:
-            The sums; NaN for a key with fewer values in the snapshot, or with damaged values.
+            The sums, with NaN for a key that has too few values in the snapshot or whose values are damaged.
         """
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:
-        """Return the command line that removes damaged shards."""
+        """Return the command line that repairs the table by removing damaged shards."""
         return repair_command(self._table_uri)
 
     def require_whole(self) -> None:
         """Raise DamagedStoreError if a shard is known to be damaged, or is missing from the folder.
 
-        If the index is kept in memory, the index columns of every shard are read for this.
+        If the index is kept in memory, this check reads the index columns of every shard.
         """
         if len(self) <= self._index_rows:
             self._load_index()
         else:
             there = storage.list_files(self._filesystem)
-            self.damaged |= {path: "the file is gone" for path in self.rows_of if path not in there}
+            self.damaged |= {path: "the file is missing" for path in self.rows_of if path not in there}
         if self.damaged:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
                 f"{len(self.damaged)} of {len(self.rows_of)} shards of reference {self.reference_id} are damaged "
-                f"({shard}: {problem}); nothing is written until they are dropped: {self.repair_command()}"
+                f"({shard}: {problem}); nothing is written until they are removed: {self.repair_command()}"
             )
 
     def _indexed_places(self, hi: Words, lo: Words) -> Places:
@@ -216,7 +217,7 @@ class Snapshot:
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
             if read:
                 layers.append(Layer.merged(read))
-                pa.default_memory_pool().release_unused()  # give the memory of read columns back to the system
+                pa.default_memory_pool().release_unused()  # return the memory of the columns to the system
             if len(layers) > _MAX_LAYERS:
                 layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
@@ -231,7 +232,7 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """Find the places of keys (sorted by `hi`) in one pass over the row groups that can hold them, without an index.
+        """Find keys (sorted by `hi`) without an index, in one pass over the row groups that can contain them.
 
         Only the keys and a few row groups are in memory at a time.
         """
@@ -263,7 +264,7 @@ class Snapshot:
             yield Layer.of(shard.index_columns([group.index for group in groups]), number, rows)
 
     def _each(self, work: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
-        """Yield work(number) for each number, in order, computed by several threads."""
+        """Yield `work(number)` for each number, in order. Several threads compute the results."""
         if len(numbers) <= 1:
             yield from map(work, numbers)
             return
@@ -276,7 +277,7 @@ class Snapshot:
             self.damaged[path] = str(error)
             warnings.warn(
                 f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                f"missing. {self.repair_command()} drops it, and the next `reflogp score` scores its rows again",
+                f"missing. {self.repair_command()} removes it, and the next `reflogp score` scores its rows again",
                 StoreDamageWarning,
                 stacklevel=2,
             )
@@ -286,7 +287,7 @@ class Found:
     """The result of a lookup of n keys in a snapshot.
 
     Attributes:
-        lengths: number of values that the snapshot holds for each key, int32 (n,); -1 for a miss.
+        lengths: number of values that the snapshot has for each key, int32 (n,); -1 for a miss.
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -300,7 +301,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
-        `some` limits the result to the keys at these positions.
+        `some` limits the result to the keys at these indices.
         """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
@@ -313,13 +314,13 @@ class Found:
     def token_lists(self) -> pa.ListArray:
         """Return the stored values of all keys as one Arrow array of list<float32>; null for a miss and for damaged values.
 
-        Raises UsageError if the values are too many for one array (32-bit offsets).
+        Raises UsageError if there are too many values for one array, which has 32-bit offsets.
         """
         lengths = np.maximum(self.lengths, 0).astype(np.int64)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UsageError(f"{int(offsets[-1]):,} token values do not fit one Arrow array: look up fewer keys at a time")
+            raise UsageError(f"{int(offsets[-1]):,} token values do not fit in one Arrow array: look up fewer keys at a time")
         values, missing = np.zeros(int(offsets[-1]), np.float32), np.ones(len(lengths), bool)
         for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
             starts, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
@@ -335,11 +336,11 @@ class Found:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this object takes."""
+        """Memory that this object uses, in bytes."""
         return _PLACE_BYTES * len(self.lengths)
 
     def values_bytes(self, count: int) -> int:
-        """Return the bytes of memory needed to read token values and send them in batches of `count` bytes of values."""
+        """Return how many bytes of memory it takes to read token values and send them in batches of `count` bytes."""
         group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
         return 2 * count + 2 * max(READ_BYTES, group)
 
@@ -356,16 +357,16 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """Yield the provenances of the keys at the positions `some`: how their values were computed.
+        """Yield the provenances (how values were computed) of the keys at the indices `some`.
 
-        The order is arbitrary. The same provenance can be yielded several times, because duplicates are only removed within a
-        part of a shard. Misses and rows of damaged shards yield nothing.
+        The order is arbitrary. A provenance can be yielded several times, because duplicates are removed only among rows that
+        are read together. Nothing is yielded for misses and for rows in damaged shards.
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Yield (positions of keys, their values of a column), for some row groups of one shard at a time."""
+        """Yield (indices of keys, their values in a column), for a few row groups of one shard at a time."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -379,8 +380,8 @@ class Found:
                         self._snapshot._note_damage(number, error)
 
 
-#: Arrow schemas of a lookup over HTTP. A request holds keys. A response holds one row for each key, in order, with nulls for a
-#: miss; it has `token_logps` if they were requested.
+#: Arrow schemas of a lookup over HTTP. A request contains keys. A response contains one row per key, in the order of the
+#: request, with nulls for a miss. The column `token_logps` is included only if it was requested.
 QUESTION = pa.schema([pa.field("key", KEY_TYPE, nullable=False)])
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 
@@ -390,16 +391,16 @@ _BATCH_KEYS = 131_072
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """Return the Arrow schema of a response; its metadata holds reference_id and snapshot."""
+    """Return the Arrow schema of a response; its metadata contains reference_id and snapshot."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
 
 def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """Return the response for n keys; its metadata holds reference_id and snapshot.
+    """Return the response for n keys; its metadata contains reference_id and snapshot.
 
     Args:
-        snapshot: the snapshot in which the keys were looked up.
+        snapshot: the snapshot that the keys were looked up in.
         found: the result of the lookup.
         values: whether to include token_logps.
     """
@@ -414,12 +415,12 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, stop) for each batch of a response: the positions of its keys, `stop` exclusive.
+    """Split a response into batches, and return the range of keys (start, stop) of each batch, `stop` exclusive.
 
     Args:
         found: the result of the lookup.
         values: whether the response includes token_logps.
-        most_bytes: maximum bytes of token values in a batch; the values of one key are never divided.
+        most_bytes: maximum number of bytes of token values in a batch; the values of one key are never split.
     """
     count = len(found.lengths)
     before = np.zeros(count + 1, np.int64)
@@ -435,7 +436,7 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
 
 def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[tuple[int, int]]) -> Iterator[pa.Buffer]:
-    """Yield a response as the messages of an Arrow IPC stream. Each message is made only when it is needed.
+    """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed.
 
     Args:
         snapshot, found, values: as for `answer_table`.

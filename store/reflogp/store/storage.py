@@ -1,7 +1,7 @@
-"""Access a store's files, in a local folder or an object store, through one Arrow filesystem.
+"""Access a store's files, in a local folder or an object store, through an Arrow filesystem.
 
-Files are accessed with the object store client of delta-rs, so that data files, reference.json and the Delta log share one set
-of credentials.
+Files are accessed through delta-rs' object store client, so that data files, reference.json and the Delta log use the same
+credentials.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: The places where a store can be, as text for help and errors. Other schemes that delta-rs supports work too.
+#: Where a store can be, for help texts and error messages. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or s3://, gs://, az://"
-#: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects, which Arrow passes only if a write fits its
-#: buffer.
+#: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects, and Arrow passes those only if a write fits in
+#: its buffer.
 _WRITE_BUFFER = 1 << 20
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
-    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a slash at its end.
+    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a trailing slash.
 
     The prefix file:// is removed.
     """
@@ -37,7 +37,7 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     if re.match(r"(s3a?|gs|az|abfss?|https?):/(?!/)", text):
-        raise UsageError(f"store {text!r}: a URI has two slashes after the colon")
+        raise UsageError(f"store {text!r}: a URI needs two slashes after the colon")
     if "://" in text:
         return text.rstrip("/")
     if re.search(r"%[0-9A-Fa-f]{2}", text):
@@ -69,27 +69,30 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return an Arrow filesystem rooted at `uri`, through delta-rs. A file written to it appears complete or not at all.
+    """Return a delta-rs filesystem for Arrow, rooted at `uri`. Files written to it appear either complete or not at all.
 
-    Raises UsageError for a scheme that delta-rs does not support, and the errors of delta-rs.
+    Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
     try:
         return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
     except STORAGE_ERRORS as error:
-        if "Unknown scheme" in str(error):  # delta-rs' own message lists some fifty schemes
+        if "Unknown scheme" in str(error):  # delta-rs' own message lists about fifty schemes
             raise UsageError(f"store {uri}: the scheme is not supported; use {PLACES}") from error
         raise
 
 
 def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
-    """Raise UsageError for a scheme that delta-rs does not support. It is not an error if the storage cannot be reached now."""
+    """Raise UsageError for a scheme that delta-rs does not support. Unreachable storage does not cause an error."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)
 
 
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return a filesystem for reading only. For a local folder it is Arrow's own, which is faster than `open_filesystem`'s."""
+    """Return a filesystem for reading.
+
+    For a local folder, this is Arrow's own filesystem, which is faster than the one from `open_filesystem`.
+    """
     return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
 
 
@@ -122,7 +125,7 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 
 
 def unfinished_files(uri: str) -> list[Path]:
-    """Return the files left by writes that failed or were killed.
+    """Return the files left behind by writes that failed or were killed.
 
     Locally, delta-rs writes `path#1` and renames it when it is complete. The list is empty for object stores.
     """
@@ -138,7 +141,7 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Return the size in bytes of each file in a folder, by path. The result is empty if there is no such folder."""
+    """Return the size in bytes of each file in a folder, by path. The result is empty if the folder does not exist."""
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
 
@@ -146,7 +149,7 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    Object stores send several lines with ANSI colours and an XML document.
+    The messages of object stores have several lines, with ANSI colours and an XML document.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
@@ -158,6 +161,6 @@ def sentence(error: BaseException) -> str:
 
 
 def split_table_uri(uri: str) -> tuple[str, str]:
-    """Return (store URI, reference id) of a table's URI, `<store>/<reference id>/logprobs`."""
+    """Split a table's URI, `<store>/<reference id>/logprobs`, into (store URI, reference id)."""
     store, reference_id, _ = uri.rsplit("/", 2)
     return store, reference_id

@@ -1,7 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
 The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype in
-which the store holds the model.
+which the model was scored into the store.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Store:
     def references(self) -> list[Reference]:
         """Return the reference models in the store, ordered by id.
 
-        References with a damaged reference.json are left out with a StoreDamageWarning.
+        A reference whose reference.json is damaged is skipped with a StoreDamageWarning.
 
         Raises:
             StoreNotFoundError: there is no store at the URI.
-            UsageError: the URI holds something that is not a store.
+            UsageError: the URI points to something that is not a store.
             StoreUnavailableError: the store cannot be read.
-            StoreFormatError: a newer reflogp wrote the store.
+            StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
-            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
         try:
             entries = self._entries()
             found, damaged = [], 0
@@ -80,9 +80,9 @@ class Store:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
-            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
         if entries and not found and not damaged:
-            raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
+            raise UsageError(f"{self.uri} is not a reflogp store: it contains no folder with a reference.json")
         return found
 
     def table(self, reference_id: str) -> LogprobTable:
@@ -92,8 +92,8 @@ class Store:
             reference_id: 32 hex digits.
 
         Raises:
-            ReferenceNotFoundError: nothing was scored with that reference; the message lists the references of the store.
-            StoreFormatError: a newer reflogp wrote the store.
+            ReferenceNotFoundError: the store has no values of this reference; the message lists the references that it has.
+            StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
         try:
@@ -102,7 +102,8 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if reference is None:
             others = self.references()
-            reference = next((other for other in others if other.reference_id == reference_id), None)  # created meanwhile
+            # Another process may have created the table in the meantime.
+            reference = next((other for other in others if other.reference_id == reference_id), None)
         if reference is None:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in others) or "none"
             raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
@@ -111,31 +112,33 @@ class Store:
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a reference.
 
-        Unlike the error of `table`, the error also names dtypes in which the same weights were scored.
+        If the store has no such table, the error message also names the dtypes in which the same weights were scored.
 
         Args:
             reference: from `describe_reference`.
 
         Raises:
-            ReferenceNotFoundError: nothing was scored with that reference.
-            StoreFormatError: a newer reflogp wrote the store.
+            ReferenceNotFoundError: the store has no values of this reference.
+            StoreFormatError: the store was written by a newer version of reflogp.
         """
         try:
             return self.table(reference.reference_id)
         except ReferenceNotFoundError as error:
             others = self.references()
-            if any(other.reference_id == reference.reference_id for other in others):  # created meanwhile
+            # Another process may have created the table in the meantime.
+            if any(other.reference_id == reference.reference_id for other in others):
                 return self.table(reference.reference_id)
             same = [other.dtype for other in others if other.weights == reference.weights]
             scored = ", ".join(same)
-            hint = f"; the same weights were scored in {scored}: give that dtype (--dtype {same[0]}, or dtype=)" if same else ""
+            hint = f"; the same weights were scored in {scored}: use that dtype (--dtype {same[0]}, or dtype=)" if same else ""
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
         """Return the candidates for which the store has a table, or an empty list if there is no store at the URI.
 
-        Raises UsageError if the URI holds something that is not a store, DamagedStoreError for a damaged reference.json,
-        StoreFormatError if a newer reflogp wrote the store, and StoreUnavailableError if the store cannot be read.
+        Raises UsageError if the URI points to something that is not a store, DamagedStoreError if a reference.json is damaged,
+        StoreFormatError if the store was written by a newer version of reflogp, and StoreUnavailableError if the store cannot
+        be read.
         """
         self._refuse_what_is_no_store()
         try:
@@ -148,16 +151,16 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
-        """Return the table of `reference` after checking that it can be written. The table is created if it does not exist.
+        """Return the table of `reference`, after checking that it can be written to. The table is created if it does not exist.
 
         Args:
             reference: from `describe_reference`.
 
         Raises:
-            UsageError: the URI holds something that is not a store.
+            UsageError: the URI points to something that is not a store.
             DamagedStoreError: the table's log is damaged, or a part of the table is missing.
             StoreUnavailableError: the store cannot be written.
-            StoreFormatError: a newer reflogp wrote the store.
+            StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"
@@ -179,12 +182,12 @@ class Store:
         return table
 
     def _refuse_what_is_no_store(self) -> None:
-        """Raise UsageError for a file, a model folder or a Delta table at the URI. A store is a folder of Delta tables."""
+        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. A store is a folder of Delta tables."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
-                raise UsageError(f"{self.uri} is a file; a store is a folder")
+                raise UsageError(f"{self.uri} is a file, but a store is a folder")
             if Path(self.uri, "config.json").exists():
-                raise UsageError(f"{self.uri} is a model's folder; choose another folder for the store")
+                raise UsageError(f"{self.uri} is a model's folder; choose a different folder for the store")
             is_table = Path(self.uri, "_delta_log").exists()
         else:
             try:
@@ -195,7 +198,7 @@ class Store:
             raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
     def _entries(self) -> dict[str, pafs.FileType]:
-        """Return the type of each entry of the store's folder, by name; an empty dict if there is no such folder."""
+        """Return the type of each entry in the store's folder, by name, or an empty dict if the folder does not exist."""
         return {
             entry.base_name: entry.type for entry in self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
         }
@@ -216,11 +219,11 @@ class Store:
         try:
             reference = Reference.from_json(data.decode())
             if reference.reference_id != reference_id:
-                raise ValueError(f"the reference_id in it is {reference.reference_id}")
+                raise ValueError(f"its reference_id is {reference.reference_id}")
         except ValueError as error:
             raise DamagedStoreError(
-                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it: the next scoring with that "
-                "model writes it again"
+                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}). Delete it; the next run that scores with "
+                "this model writes it again"
             ) from error
         return reference
 
@@ -235,57 +238,58 @@ def choose_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reference, str]:
-    """Return the reference of a model in a store, and how its dtype was chosen.
+    """Return the reference of a model in a store, and the reason for the choice of its dtype.
 
     Args:
         store: the store to search for the model.
         model: as in describe_reference.
-        dtype: a dtype as in describe_reference; "auto" for the dtype in which the store holds the model.
+        dtype: as in describe_reference, or "auto" for the dtype in which the model was scored into the store.
         otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
-        lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", the store determines it too.
+        lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", it is taken from the store too.
         revision, progress: as in describe_reference.
 
     Returns:
-        (reference, reason). The reason is a sentence without its full stop; empty if the dtype was given.
+        (reference, reason). The reason is a sentence without a full stop, or "" if the dtype was given.
 
     Raises:
         StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
-        UsageError: the store holds the model in several dtypes. The errors of describe_reference are raised too.
+        UsageError: the store has the model in several dtypes. The errors of describe_reference are raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
     described = describe_all_numerics(model, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
     held = store.held(described)
     if len(held) == 1:
-        return held[0], f"dtype {numerics(held[0])}: the dtype in which {store.uri} holds this model"
+        return held[0], f"dtype {numerics(held[0])}: the model was scored into {store.uri} in this dtype"
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:
         others = store.references()
-        if {made.reference_id for made in described} & {other.reference_id for other in others}:  # created meanwhile
+        # Another process may have created a table in the meantime.
+        if {made.reference_id for made in described} & {other.reference_id for other in others}:
             return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "nothing"
-        raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which holds {there}")
+        raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which contains {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
     return found, f"dtype {numerics(found)}: {store.uri} has no values of this model yet"
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
-    """Return the reference with the given dtype, out of those that `describe_all_numerics` returned."""
+    """Select the reference with the given dtypes from the result of `describe_all_numerics`."""
     return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
 
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
-    """Return the error for a model that a store or service holds in several dtypes."""
+    """Return the error for a model that a store or service has in several dtypes."""
     heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
-        f"{place} holds {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
-        "(--dtype, or dtype=)" + ("; for logits in float32 also --lm-head-dtype float32, or lm_head_dtype=" if heads else "")
+        f"{place} has values of {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
+        "(--dtype, or dtype=)" + ("; for logits in float32, add --lm-head-dtype float32, or lm_head_dtype=" if heads else "")
     )
 
 
 def numerics(reference: Reference) -> str:
-    """Return the dtypes of a reference in words."""
+    """Describe the dtypes of a reference in words."""
     return reference.dtype + (
         f" with logits in {reference.lm_head_dtype}" if reference.lm_head_dtype != reference.dtype else ""
     )

@@ -1,9 +1,10 @@
 """Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
 
-reflogp writes the table's data files itself, so that pages carry checksums and log-probs get a suitable encoding, and commits
-them through delta-rs. A commit names the version that it is based on. A commit fails if another writer has committed since
-then; the rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key,
-and the value of a key never changes. Compaction and repair, which use `LogprobTable.replace`, have their own modules.
+reflogp writes the table's data files itself, so that pages have checksums and log-probs get a suitable encoding, and commits
+the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since
+then. In that case, the rows that the other writer stored are dropped from the commit, and the commit is retried. The first
+commit of a key therefore wins, and the values of a key never change. Compaction and repair, which use `LogprobTable.replace`,
+are in separate modules.
 """
 
 from __future__ import annotations
@@ -46,14 +47,13 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks or has with fewer values.
+    """Return the rows that the snapshot lacks or has fewer values for.
 
-    Stored values replace the first values of a row that the snapshot has with fewer values.
+    If the snapshot has some values for a row, these stored values replace the row's first values.
 
-    `rows` itself is returned if nothing changes. The caller then knows that a shard already written from these rows is still
-    valid.
+    If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
 
-    Raises DamagedStoreError if stored values that are needed for this are damaged.
+    Raises DamagedStoreError if the stored values that are needed for this are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -92,12 +92,12 @@ def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Maximum seconds for which a commit is retried while other writers commit first.
+#: Maximum number of seconds to retry a commit while other writers keep committing first.
 _PATIENCE = 900.0
-#: Longest pause before a retry, in seconds, and the number of retries after which the longest pause becomes shorter.
+#: Longest pause before a retry, in seconds, and the number of retries after which the longest pause starts to decrease.
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
-#: Settings of the Delta table. Every entry of the log is kept, since a repair starts from the log; files that compaction
-#: replaced are kept until vacuum.
+#: Settings of the Delta table. All log entries are kept, because a repair starts from the log. Files that compaction replaced
+#: are kept until the table is vacuumed.
 _SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
 
 
@@ -106,9 +106,10 @@ class Appended:
     """The result of one append.
 
     Attributes:
-        snapshot: number of the first snapshot that has all the rows.
-        written: rows committed.
-        already_there: rows left out because the table, or another appended row, has at least as many values for the same key.
+        snapshot: number of the first snapshot that contains all the rows.
+        written: number of rows that were committed.
+        already_there: number of rows that were skipped, because the table or another appended row has at least as many values
+            for the same key.
     """
 
     snapshot: int
@@ -117,7 +118,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """Decorate a method of LogprobTable so that only one thread runs it at a time."""
+    """Decorate a LogprobTable method so that a table runs only one decorated method at a time."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -136,10 +137,10 @@ class LogprobTable:
         options: delta-rs storage options.
         index_rows: maximum number of rows for which a snapshot keeps its index in memory.
 
-    Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
+    Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
-    If delta-rs cannot read the log because of damage, the table has only the shards that the log's readable entries name. It
-    gives a StoreDamageWarning, and refuses to write.
+    If the log is so damaged that delta-rs cannot read it, the table issues a StoreDamageWarning, contains only the shards that
+    the log's readable entries name, and refuses to write.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -171,7 +172,7 @@ class LogprobTable:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
-        """Create the Delta table unless it exists. Two processes may create it at the same time."""
+        """Create the Delta table if it does not exist. It is safe for two processes to create it at the same time."""
         try:
             DeltaTable.create(
                 uri,
@@ -223,25 +224,25 @@ class LogprobTable:
 
     @_in_turn
     def append(self, rows: pa.Table) -> Appended:
-        """Commit rows (schema.SCHEMA) as one shard. Either all rows become visible at once, or none.
+        """Commit rows (schema.SCHEMA) as one shard. Either all of the rows become visible, or none.
 
-        A row is left out if the table already has at least as many values for its key. If the table has fewer values, the row
-        is written with the stored values first and the new values after them, so that a value that was read once never changes.
+        A row is skipped if the table already has at least as many values for its key. If the table has fewer values, the row is
+        written with the stored values first, followed by the new values, so that a value never changes after it has been read.
 
         Args:
-            rows: a table that schema.shard_table made, with keys in any order.
+            rows: a table from schema.shard_table, with keys in any order.
 
         Returns:
-            An Appended with the number of rows written, the number of rows left out, and the snapshot.
+            An Appended with the number of rows written, the number of rows skipped, and the snapshot.
 
         Raises:
             UsageError: a value is not finite.
-            DamagedStoreError: a shard or the log is damaged. A write to a damaged table could store the same keys again, with
-                other values.
-            StoreUnavailableError: the shard or the commit cannot be written. Earlier commits stay.
+            DamagedStoreError: a shard or the log is damaged. Writing to a damaged table could store the same keys again with
+                different values.
+            StoreUnavailableError: the shard or the commit cannot be written. Earlier commits are kept.
         """
         if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
-            raise UsageError("rows hold log-probs that are not finite; nothing was stored")
+            raise UsageError("some log-probs are not finite; nothing was stored")
         asked = len(rows)
         written: Written | None = None
         try:
@@ -261,19 +262,19 @@ class LogprobTable:
                 if self._commit([written], []):
                     self._refresh()
                     return Appended(before + 1, len(rows), asked - len(rows))
-                if self._arrived(written.path, before):  # the commit was made; only the response was lost
+                if self._arrived(written.path, before):  # the commit succeeded; only the response was lost
                     return Appended(self.snapshot_number(), len(rows), asked - len(rows))
                 self._require_there([written])
-        except storage.STORAGE_ERRORS as error:  # keep the shard: the commit may have been made
+        except storage.STORAGE_ERRORS as error:  # keep the shard: the commit may have succeeded
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise AssertionError("the last attempt raises an error itself")
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Commit the shards `added` in place of the shards `removed`, which hold the same rows or are damaged.
+        """Replace the `removed` shards, which contain the same rows or are damaged, with the `added` shards in one commit.
 
-        Appends that other writers commit meanwhile do not conflict. If another process has removed a shard of `removed`,
-        nothing is committed, the files of `added` are deleted, and False is returned.
+        Appends that other writers commit in the meantime do not conflict. If another process has already removed one of the
+        `removed` shards, nothing is committed, the files of the `added` shards are deleted, and the result is False.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """
@@ -290,7 +291,7 @@ class LogprobTable:
                     return True
                 if added and self._arrived(added[0].path, before):
                     return True
-        except storage.STORAGE_ERRORS as error:  # keep the shards: the commit may have been made
+        except storage.STORAGE_ERRORS as error:  # keep the shards: the commit may have succeeded
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise AssertionError("the last attempt raises an error itself")
 
@@ -310,7 +311,7 @@ class LogprobTable:
         return Written(path, data.size, len(rows), shard_digest(data))
 
     def discard(self, written: Sequence[Written]) -> None:
-        """Delete shards that will not be committed. Shards that cannot be deleted are left to vacuum."""
+        """Delete shards that will not be committed. If a shard cannot be deleted now, vacuum deletes it later."""
         for shard in written:
             try:
                 self.filesystem.delete_file(shard.path)
@@ -318,7 +319,7 @@ class LogprobTable:
                 continue
 
     def check_writable(self) -> None:
-        """Check that the store can be written, by writing and deleting a small file.
+        """Check that the store can be written to, by writing and deleting a small file.
 
         A run calls this method before it computes values. Raises StoreUnavailableError if the file cannot be written, and
         DamagedStoreError if the log is damaged.
@@ -338,12 +339,12 @@ class LogprobTable:
         return self._salvaged.version if self._salvaged else int(self._delta.version())
 
     def shards(self) -> dict[str, int]:
-        """Return the size in bytes of each shard (by path) of the latest snapshot; reads only the Delta log."""
+        """Return the size in bytes of each shard in the latest snapshot, by path. Only the Delta log is read."""
         return self.numbered_shards()[1]
 
     @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
-        """Return (number of the latest snapshot, its shards as `shards` returns them)."""
+        """Return the number of the latest snapshot, and its shards as in `shards`."""
         self._refresh()
         if self._salvaged:
             return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
@@ -353,7 +354,7 @@ class LogprobTable:
 
     @_in_turn
     def totals(self) -> tuple[int, int, int]:
-        """Return (number of shards, rows, bytes) of the latest snapshot; reads only the Delta log."""
+        """Return the numbers of shards, rows and bytes in the latest snapshot. Only the Delta log is read."""
         sizes = self.shards()
         return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
 
@@ -362,7 +363,7 @@ class LogprobTable:
         return Shard(self._reading, path)
 
     def committed_at(self) -> float:
-        """Return when the latest snapshot was committed, in seconds since 1970 by its writer's clock."""
+        """Return the commit time of the latest snapshot, in seconds since 1970, according to the writer's clock."""
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
@@ -371,7 +372,7 @@ class LogprobTable:
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether the log is damaged, so that only its undamaged entries are read. Reopen the table after a repair."""
+        """Whether the log is damaged. If it is, only its undamaged entries are read. Reopen the table after a repair."""
         return self._salvaged is not None
 
     @_in_turn
@@ -382,7 +383,7 @@ class LogprobTable:
 
     @_in_turn
     def delta(self) -> DeltaTable:
-        """Return the Delta table, for operations of delta-rs. Raises DamagedStoreError if its log is damaged."""
+        """Return the DeltaTable, for delta-rs operations. Raises DamagedStoreError if its log is damaged."""
         self.require_whole_log()
         return self._delta
 
@@ -392,7 +393,7 @@ class LogprobTable:
         except TableNotFoundError as error:
             if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
                 raise DamagedStoreError(
-                    f"{self.uri} has shards but no _delta_log: the folder was half deleted. Restore _delta_log from a copy, "
+                    f"{self.uri} has shards but no _delta_log: part of the folder was deleted. Restore _delta_log from a copy, "
                     "or move the folder away and score again"
                 ) from error
             raise self._nothing_yet() from error
@@ -404,13 +405,13 @@ class LogprobTable:
             check_format(int(setting))
             return delta
         if [field.name for field in delta.schema().fields] != SCHEMA.names:
-            raise UsageError(f"{self.uri} is a Delta table that reflogp did not make; nothing was read or written")
+            raise UsageError(f"{self.uri} is a Delta table that reflogp did not create; nothing was read or written")
         self._salvaged = self._salvage(ValueError(f"its {log.FORMAT_SETTING} is {setting}, not a number"))
         return None
 
     def _nothing_yet(self) -> ReferenceNotFoundError:
         return ReferenceNotFoundError(
-            f"the store holds nothing yet for reference {self.reference.reference_id} ({self.reference.name})"
+            f"the store has no values yet for reference {self.reference.reference_id} ({self.reference.name})"
         )
 
     @property
@@ -419,7 +420,7 @@ class LogprobTable:
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
-        """Replay the log's readable entries, after delta-rs refused the log with `error`.
+        """Replay the log's readable entries after delta-rs failed to read the log with `error`.
 
         Raises StoreUnavailableError if the storage does not respond, or if the replay finds no damage.
         """
@@ -469,9 +470,9 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if a log entry after version `before` adds the shard, although the commit on top of `before` failed.
+        """Return True if a log entry after version `before` adds the shard, even though the commit based on `before` failed.
 
-        The log is searched, not the newest state: another process may have compacted the shard already.
+        The log is searched rather than the latest state, because another process may have compacted the shard already.
 
         Raises StoreUnavailableError if there is no commit after `before`: in this case, no other writer caused the failure.
         """
@@ -479,14 +480,14 @@ class LogprobTable:
         self._require_whole(None)
         since = range(before + 1, int(self._delta.version()) + 1)
         if not since:
-            raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
+            raise StoreUnavailableError(f"the store {self.uri} does not accept commits after version {before}")
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
-        """Yield once per attempt to commit, with the newest version loaded, and pause before every attempt but the first.
+        """Yield once per attempt to commit, with the latest version loaded. Pause before every attempt except the first.
 
-        While an attempt prepares its commit, another writer can commit first. So the pause comes before the log is read, and a
-        writer that has lost often pauses for less time.
+        While an attempt prepares its commit, another writer can commit first. The pause therefore comes before the log is read,
+        and it becomes shorter after several failed attempts.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """
@@ -499,19 +500,20 @@ class LogprobTable:
             self._refresh()
             yield
         raise StoreUnavailableError(
-            f"the store {self.uri}: for {_PATIENCE / 60:.0f} minutes, other writers committed before every attempt"
+            f"nothing was written to {self.uri}: for {_PATIENCE / 60:.0f} minutes, other writers committed before every attempt"
         )
 
     def _require_there(self, written: Sequence[Written]) -> None:
-        """Raise StoreUnavailableError if a shard that waits for its commit was deleted."""
+        """Raise StoreUnavailableError if a shard was deleted before its commit."""
         for shard in written:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
-                    f"{shard.path} was deleted before its commit to {self.uri}: perhaps by a vacuum with too short a retention"
+                    f"{shard.path} was deleted before it was committed to {self.uri}, perhaps by a vacuum with too short "
+                    "a retention"
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit on top of the version that was read; return False if another writer committed first."""
+        """Commit changes on top of the version that was read. Return False if another writer committed first."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

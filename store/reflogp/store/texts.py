@@ -1,9 +1,10 @@
-"""Shorten, mask and format texts for errors, logs, pages and reports.
+"""Shorten, mask and format text for error messages, logs, pages and reports.
 
-A dataset can put a text of any length and any characters into an error message: a column name, a template's own message, a
-value. Every place that keeps or prints such a text must pass it through `shortened`. `visible` writes control and invisible
-characters as escapes; `hide_secrets` removes credentials from URIs; `LineFormatter` keeps quoted text in a log record from
-looking like a record of its own. The other functions format numbers, sizes and times, and the reprs of results.
+An error message can quote text from a dataset, such as a column name or a value, or the message of a chat template. Such text
+can have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible`
+writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter`
+prevents quoted text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and
+the reprs of results.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from datetime import UTC, datetime
 from functools import cache
 from types import TracebackType
 
-#: Maximum number of characters of an error text.
+#: Maximum number of characters in an error message.
 MOST_CHARACTERS = 500
 _BETWEEN = " … "
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text with at most `most` characters; a longer text loses its middle, since its end often says what to do.
+    """Shorten a text to at most `most` characters by cutting its middle, because the end often says what to do.
 
-    A lone half of a surrogate pair is written as an escape, so that the result can always be encoded.
+    Lone surrogates are written as escapes, so that the result can always be encoded.
     """
     if len(text) > most:
         tail = (most - len(_BETWEEN)) // 4
@@ -36,7 +37,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Return names separated by commas. Only the first names are listed if the text would be longer than `most` characters."""
+    """Join names with commas. If the text would be longer than `most` characters, list only the first names."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -54,7 +55,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def short_repr(name: str, *lines: str) -> str:
-    """Return a readable repr of a result, which is safe to print: the name of its class, and the lines that are not empty."""
+    """Return a readable repr that is safe to print: the name of the class, and the lines that are not empty."""
     shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
         return f"{name}({shown[0]})"
@@ -67,14 +68,14 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number: 12,345, or 12.3 for a value below a hundred with a fraction."""
+    """Format a number, such as 12,345, or 12.3 for a fractional value below 100."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
 
 
 def short_number(value: float) -> str:
-    """Format a number for a chart's axis: 12.3k."""
+    """Format a number for a chart's axis, such as 12.3k."""
     for size, suffix in _DECIMAL:
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}".replace("-", "−")
@@ -82,7 +83,7 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share as a percentage such as 31.4%, rounded down so that only the whole is 100%. A whole of 0 gives a dash."""
+    """Format part / whole as a percentage such as 31.4%, rounded down so that only the whole is 100%, or "–" if whole is 0."""
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
@@ -91,7 +92,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def byte_count(value: int) -> str:
-    """Format a size: 12.3 MiB."""
+    """Format a size in bytes, such as 12.3 MiB."""
     for size, suffix in _BINARY:
         if value >= size:
             return f"{value / size:.1f} {suffix}"
@@ -99,7 +100,7 @@ def byte_count(value: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 0.4 s, 12 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    """Format a duration, such as 0.4 s, 12 s, 3 min 5 s, 2 h 10 min or 4 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     whole = round(seconds)
@@ -113,26 +114,27 @@ def duration(seconds: float) -> str:
 
 
 def moment(when: datetime) -> str:
-    """Format a time: 2026-11-20 21:55:13 UTC."""
+    """Format a time, such as 2026-11-20 21:55:13 UTC."""
     return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def machine_moment(when: datetime) -> str:
-    """Format a time for HTML's <time datetime>: 2026-11-20T21:55:13Z."""
+    """Format a time for HTML's <time datetime>, such as 2026-11-20T21:55:13Z."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-#: Controls, formats (bidi controls, zero-width characters, tags), lone surrogates, line and paragraph separators.
+#: Unicode categories that are escaped: control characters, format characters (bidi controls, zero-width characters, tags), lone
+#: surrogates, line and paragraph separators.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 #: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the property Prepended_Concatenation_Mark).
 _HAVE_A_SHAPE = frozenset([*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
-#: Unassigned code points that are invisible already (Default_Ignorable_Code_Point).
+#: Unassigned code points that are already invisible (Default_Ignorable_Code_Point).
 _RESERVED = ((0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF))
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
-#: A URI from its `://` on. Matching the scheme too would take quadratic time on a long word.
+#: A URI, starting at its `://`. Matching the scheme too would take quadratic time on a long word.
 _URI = re.compile(r"://([^\s\"'<>]+)")
-#: Parameters that hold a secret, for query strings that are quoted without their URI.
+#: Parameters that contain a secret, in query strings that are quoted without their URI.
 _SECRET = re.compile(
     r"(?i)\b(x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig"
     r"|(?:access_|id_|auth_|sas_)?token|api_?key|client_secret|secret|password|passwd|pwd)=(?!…)[^&\s\"'<>]+"
@@ -142,10 +144,11 @@ _SECRET = re.compile(
 def visible(text: str, keep: str = "") -> str:
     """Return `text` with every control or invisible character written as an escape, such as ``\\x1b`` or ``\\u202e``.
 
-    In the result, nothing controls a terminal, reorders a line or stays invisible. Letters of every script are unchanged.
+    The result cannot control a terminal or reorder a line, and contains nothing invisible. Letters of all scripts are
+    unchanged.
 
     Args:
-        keep: characters to leave unchanged, such as "\\n" in text of several lines.
+        keep: characters to leave unchanged, such as "\\n" in multi-line text.
     """
     if text.isprintable():
         return text
@@ -153,7 +156,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` with the user, query and fragment removed from every URI, since signed URIs hold secrets there.
+    """Return `text` with the user, query and fragment removed from every URI, because signed URIs contain secrets there.
 
     ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Known secret parameters are hidden outside
     of URIs too.
@@ -167,12 +170,12 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened_without_secrets(text: str) -> str:
-    """Return `text` for a message: secrets are hidden first, because a secret that was cut off would not be recognised."""
+    """Hide secrets in a text, then shorten it. Secrets are hidden first because a truncated one would not be recognized."""
     return shortened(hide_secrets(text))
 
 
 class _Escapes(dict[int, str | int]):
-    """A table for `str.translate` from characters to escapes, which keeps the entries of the first few thousand characters."""
+    """A table for `str.translate` that maps characters to escapes, and caches the first few thousand entries."""
 
     def __init__(self, keep: str) -> None:
         super().__init__({ord(character): character for character in keep})
@@ -192,8 +195,8 @@ def _escapes(keep: str) -> _Escapes:
 class LineFormatter(logging.Formatter):
     """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
 
-    So text that a message or an exception quotes cannot look like a new record, cannot control a terminal, and shows no secret
-    of a URI.
+    Text that a message or an exception quotes therefore cannot look like a new record or control a terminal, and secrets in
+    URIs are hidden.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,8 +1,8 @@
 """Apply a trainer's truncation to tokenized rows: find the sequences to look up, and how many of their values are needed.
 
-Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and uses
-the fact that a causal model's values do not depend on later tokens. Scoring and joins both use this module, so they compute
-keys of the same sequences.
+Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and relies
+on the fact that a causal model's values do not depend on later tokens. Scoring and joins both use this module, so they compute
+the keys of the same sequences.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TrainerSettings:
     """The settings of a trainer's config that change a row's log-probs.
 
     Attributes:
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, or None to give all tokens the
+        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, or None to give all tokens the
             same weight.
     """
 
@@ -39,10 +39,10 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that change which sequences are scored: max_length and truncation_mode, if the start is not kept.
+        """The settings that change which sequences are scored: max_length and truncation_mode, but only with keep_end.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
-        not affect scoring, because it is applied later, to the stored values of single tokens.
+        not affect scoring, because it is applied later, to the stored values of individual tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
@@ -55,8 +55,8 @@ class Windows:
 
     Attributes:
         prompt_ids: large_list<uint32>, n lists.
-        completion_ids: large_list<uint32>, n lists. With keep_start, completions are whole even if only their first tokens are
-            needed.
+        completion_ids: large_list<uint32>, n lists. With keep_start, these are whole completions, even if only their first
+            tokens are needed.
         needed: number of values needed from the start of each completion, int64 (n,).
         dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
     """
@@ -78,19 +78,20 @@ def windows(
 ) -> Windows:
     """Return the sequences whose log-probs a trainer with these settings needs.
 
-    With keep_start, the key is that of the whole sequence, since a causal model's first values do not depend on later tokens;
+    With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens;
     `needed` counts only tokens within `max_length`. With keep_end, a longer sequence loses its first tokens, which changes
-    every value, so its last `max_length` tokens form another sequence with another key. If the kept tokens start inside the
-    completion, there is no prompt: the first token then serves as context and has no value, exactly as in TRL's shifted loss.
+    every value, so its last `max_length` tokens are a different sequence with a different key. If the kept tokens start inside
+    the completion, there is no prompt: the first token then serves as context and has no value, exactly as in TRL's shifted
+    loss.
 
     Args:
         prompt_ids: n lists of token ids.
         completion_ids: n lists of token ids.
-        max_length: maximum tokens of prompt and completion together, or None for no limit.
+        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
 
     Raises:
-        UsageError: the mode is unknown, max_length is below 1, or the lists do not hold token ids.
+        UsageError: the mode is unknown, max_length is below 1, or the lists do not contain token ids.
     """
     check_truncation(max_length, truncation_mode)
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
@@ -116,7 +117,7 @@ def windows(
 
 
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:
-    """Raise UsageError unless trainers accept the two settings."""
+    """Raise UsageError unless trainers accept both settings."""
     if truncation_mode not in get_args(TruncationMode):
         raise UsageError(f"truncation_mode {truncation_mode!r}: use {' or '.join(get_args(TruncationMode))}")
     if max_length is not None and max_length < 1:
@@ -127,7 +128,7 @@ def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
     """Remove the first `cut[i]` values of each list.
 
     Args:
-        lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` returns them.
+        lists: large_list<uint32>, n lists without nulls, as returned by `keys.token_lists`.
         cut: number of values to remove from each list, at most the list's length, (n,).
     """
     if not cut.any():
