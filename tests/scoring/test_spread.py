@@ -124,7 +124,7 @@ def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference
     file = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(EngineError, match="3 sequences in a row killed two workers each"):
         score(file, model=deadly_model(reference_folder, tmp_path / "deadly"), code=True)
-    with pytest.raises(EngineError, match=r"\d workers died one after the other before they were ready; .*SIGKILL"):
+    with pytest.raises(EngineError, match=r"\d workers in a row died before they were ready; .*SIGKILL"):
         score(file, model=deadly_model(reference_folder, tmp_path / "dead", on_load=True), code=True)
 
 

@@ -231,7 +231,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the paths still refer to the open files, because vLLM opens files by path."""
+            """Check before and after the block that the paths lead to the open files, because vLLM opens files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
