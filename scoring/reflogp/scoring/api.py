@@ -47,8 +47,8 @@ def score(
 ) -> Any:
     """Score the sequences of a dataset whose log-probs are not in the store.
 
-    Rows that cannot be used are skipped and printed. Computed values are committed every 30 seconds. After an interruption, the
-    same call continues from the last commit.
+    Rows that cannot be used are left out, and printed with the reason. Computed values are committed every 30 seconds. After an
+    interruption, the same call continues from the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -153,7 +153,7 @@ def join(
         joined while it is read, in a single process, and errors about its rows are raised at that time.
 
     Raises:
-        NotScoredError: some rows have no values or cannot be used. The message names the rows.
+        NotScoredError: some rows have no values or cannot be used. The message lists the rows.
         ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
         UsageError: see `score`.
 
@@ -166,7 +166,7 @@ def join(
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
     if on_miss not in ("error", "drop"):
-        raise UsageError(f"on_miss {on_miss!r}: use error or drop")
+        raise UsageError(f"unknown on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)

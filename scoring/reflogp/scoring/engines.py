@@ -30,7 +30,7 @@ class Engine(Protocol):
     """An engine that scores the sequences of a dataset."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return a dict from the index of each sequence that this engine cannot score to the reason."""
+        """Return the sequences that this engine cannot score, as a dict of index -> reason."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive. After each pass, yield a list of (number, outcome) for its sequences.
@@ -96,18 +96,19 @@ class EngineChoice:
     Attributes:
         name: "torch" for torch in this process, "vllm" for vLLM in a process with its own environment, or "remote" for a
             running `vllm serve`.
-        device: torch: "auto", "cpu", "cuda", "cuda:1", … remote: the device on which `check_claim` loads the local weights.
-        token_budget: torch: maximum number of tokens in a pass, or "auto".
+        device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
+            weights.
+        token_budget: for torch, the maximum number of tokens in a pass, or "auto".
         trust_remote_code: True runs modelling code from the checkpoint.
-        vllm_python: vllm: Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set, otherwise this
-            process's interpreter.
-        tensor_parallel: vllm: number of GPUs across which one model is split.
-        vllm_options: vllm: additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
-        url: remote: URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: remote: the server's name for the model; None if the server has only one model.
-        concurrency: remote: maximum number of simultaneous requests.
-        patience_seconds: remote: maximum number of seconds to wait while the server is unreachable or busy.
-        check_claim: remote: True compares the server's values with values computed from the local weights before scoring.
+        vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
+            otherwise this process's interpreter.
+        tensor_parallel: for vllm, the number of GPUs across which one model is split.
+        vllm_options: for vllm, additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
+        url: for remote, the URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
+        served_model: for remote, the server's name for the model; None if the server has only one model.
+        concurrency: for remote, the maximum number of simultaneous requests.
+        patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
+        check_claim: for remote, True compares the server's values with values computed from the local weights before scoring.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -163,7 +164,7 @@ class EngineChoice:
             ContentMismatchError: the model in the folder is not the reference model.
             OutOfMemoryError: the torch engine's device has too little memory for the model, even if nothing else uses the
                 device.
-            EngineError: the torch engine cannot use its device, or transformers does not know the model.
+            EngineError: the torch engine cannot use its device, or transformers does not support the model.
         """
         with open_reference_files(model, reference) as opened:
             if self.name == "torch":
@@ -266,7 +267,7 @@ class EngineChoice:
 def open_reference_files(model: str, reference: Reference) -> Iterator[OpenModel]:
     """Open a model's files for the duration of the block; see `open_model`.
 
-    Raises ContentMismatchError if they are not the reference's files.
+    Raises ContentMismatchError if the files are not the reference's files.
     """
     with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
         opened.require(reference)

@@ -1,4 +1,4 @@
-"""Add reference log-prob columns to a dataset, and write a Parquet file or return the same type of Python object.
+"""Add reference log-prob columns to a dataset, and write it to a Parquet file or return it as an object of the same type.
 
 Rows are read, tokenized, truncated and keyed as in scoring, but values are only looked up, so no model is loaded.
 """
@@ -36,14 +36,14 @@ class JoinSummary:
     """The result of a join. `rows` is the sum of `written`, `missing`, `bad_rows` and `dropped_rows`.
 
     Attributes:
-        rows: rows that were read.
-        written: rows with reference log-probs in the output.
-        missing: rows that were left out because the snapshot lacks their values.
+        rows: number of rows that were read.
+        written: number of rows with reference log-probs in the output.
+        missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
-        bad_rows: rows that were left out because they cannot be read or tokenized, or because their stored values cannot be
-            read.
+        bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
+            cannot be read.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: rows that TRL drops because the prompt alone fills max_length.
+        dropped_rows: number of rows that TRL drops because the prompt alone fills max_length.
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of the snapshot that was read.
@@ -239,7 +239,7 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return a dataset of the same type that has only the rows with values, with the joined columns added.
+    """Add the joined columns to the rows of a dataset that have values, and return a dataset of the same type.
 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
@@ -332,7 +332,7 @@ class _Stream:
     """A generator of joined rows for an IterableDataset.
 
     Args:
-        source, windows: see with_columns.
+        source, windows: see `with_columns`.
     """
 
     def __init__(self, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> None:

@@ -32,7 +32,7 @@ class Place:
     """The device or GPUs that one engine runs on.
 
     Attributes:
-        name: name of the device or GPUs in messages.
+        name: name that messages use for the device or GPUs.
         device: value of `device` in the engine's EngineChoice.
         visible: value of CUDA_VISIBLE_DEVICES for the engine's process, if the process must see only some of the GPUs; None to
             leave the variable unchanged.
@@ -46,7 +46,7 @@ class Place:
 def places(
     devices: Sequence[str], count_gpus: Callable[[], int], gpus_each: int = 1, chooses_itself: bool = False
 ) -> list[Place]:
-    """Return the device or GPUs of each engine.
+    """Assign devices or GPUs to engines, and return the Place of each engine.
 
     Args:
         devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for a single
@@ -73,7 +73,7 @@ def places(
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
-        raise UsageError(f"device {others[0]}: this engine needs the numbers of its GPUs, such as cuda:0,cuda:1")
+        raise UsageError(f"device {others[0]}: this engine needs numbered GPUs, such as cuda:0,cuda:1")
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
     if "all" in devices and len(groups) > 1:  # drop the GPUs of an incomplete group
         groups = [group for group in groups if len(group) == gpus_each]
@@ -83,7 +83,7 @@ def places(
 
 
 def gpus_in_a_child() -> int:
-    """Return the number of GPUs that torch finds in a separate process. If /dev lists no GPU, return 0 without asking torch.
+    """Return the number of GPUs that torch finds in a separate process, or 0 without starting one if /dev lists no GPU.
 
     Raises UsageError if the separate process fails.
     """
@@ -259,10 +259,10 @@ def exit_reason(status: int, log: str) -> str:
     """Return a description of why a process ended.
 
     Args:
-        status: exit status of the process. A negative status is the negated number of a signal.
+        status: exit status of the process. A negative status is a negated signal number.
         log: name of the log with the process's output.
     """
     if status < 0:
         name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
         return f"killed by {name}" + (" (perhaps out of memory)" if -status == signal.SIGKILL else "")
-    return f"the process ended with status {status}; its last messages are in {log}"
+    return f"the process exited with status {status}; its last messages are in {log}"

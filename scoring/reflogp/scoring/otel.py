@@ -124,10 +124,10 @@ class StartedSpan:
 
     Attributes:
         span: the SDK's span, or INVALID_SPAN for a stage that is only counted.
-        discarded: True after a call of `discard`.
+        discarded: True after a call to `discard`.
 
     Args:
-        span: the SDK's span or INVALID_SPAN, as in the attribute.
+        span: the SDK's span; see the attribute.
         started: start time of the span, in nanoseconds since 1970.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Maximum seconds to wait for the collector when a run or a process ends.
+#: Maximum number of seconds to wait for the collector when a run or a process ends.
 FLUSH_SECONDS = 5.0
 #: The only protocol that the `otel` extra supports.
 _PROTOCOL = "http/protobuf"

@@ -19,7 +19,7 @@ class VisionProcessor:
     """A model's processor, which converts texts and images into the model's inputs.
 
     Attributes:
-        processor: the processor object of transformers.
+        processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
         tokens: object that converts texts and image sizes into tokens.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.

@@ -9,7 +9,7 @@ The parent process keeps one message from the child in memory at a time: up to 3
 columns contain dictionaries or views.
 
 The limits do not cover the following costs, so also set a memory limit for the process:
-- Python objects: JSON and lists use up to about thirty times as many bytes as their text, and a string up to four times.
+- Python objects: objects from JSON and lists use up to about thirty times the size of their text, and strings up to four times.
 - A JSON array is in memory twice while it is decoded: about twice `group_bytes`, plus the Python objects.
 - The window of a decompressor uses up to 128 MiB (zstd).
 - Time: a file of many tiny pages or rows is read until `dataset_bytes` bytes have been decoded.

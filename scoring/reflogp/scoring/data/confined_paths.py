@@ -32,7 +32,7 @@ from reflogp.store.texts import shortened
 MOST_ENTRIES = 10_000
 #: Maximum number of symbolic links in one path; the kernel has the same limit.
 _MOST_LINKS = 40
-#: Maximum number of characters, and of components, in an image's path. Each folder in the path is opened briefly.
+#: Maximum numbers of characters and of components in an image's path. Each folder in the path is opened briefly.
 _LONGEST_PATH, _MOST_PARTS = 4096, 256
 #: Maximum number of files that are open at the same time while files are only hashed.
 _TOGETHER = 256

@@ -28,7 +28,7 @@ import psutil
 from reflogp.store import ReflogpError
 from reflogp.store.texts import shortened
 
-#: Maximum seconds to wait for a child between two calls of the caller's `check`.
+#: Maximum number of seconds to wait for a child between two calls to the caller's `check`.
 POLL_SECONDS = 0.1
 #: A child that uses no processor time for this many times its time limit is killed. Such a child may be waiting for a lock or
 #: for the network.
@@ -63,7 +63,8 @@ class ConfinedProcess:
         self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
         done = False
-        waiting = threading.Lock()  # not an Event: Ctrl-C during `wait` releases others' locks
+        # This is not an Event, because Ctrl-C during Event.wait releases a lock that others hold.
+        waiting = threading.Lock()
         waiting.acquire()
 
         def fork() -> None:

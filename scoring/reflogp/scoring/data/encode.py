@@ -3,8 +3,8 @@
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
 only to plain-text completions. The prompt alone and the prompt followed by the completion are tokenised separately, and the
 completion starts at the first token that differs between the two results. In a pair, both completions start at the earlier of
-the two positions found in this way. This module does not import trl. Templates and tokenizers run in the calling process;
-`row_process` calls this module in a process that can be killed.
+their two positions. This module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls
+this module in a process that can be killed.
 """
 
 from __future__ import annotations

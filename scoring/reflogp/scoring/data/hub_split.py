@@ -42,7 +42,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
     Args:
         place: repository and revision.
         config: a config (subset) of the dataset; None for its default.
-        split: name of a split.
+        split: name of the split.
         check: function that is called a few times a second; may raise an error to stop.
 
     Raises:
@@ -93,7 +93,7 @@ def _main() -> None:
     place = HubPlace(repository, revision)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
-        import datasets  # noqa: F401 (its memory is not counted)
+        import datasets  # noqa: F401 (imported now, so that its memory does not count toward the limit)
 
         _limit_memory()
         commit, names = _commit_and_names(place)
@@ -134,7 +134,7 @@ def _check_card(card: HubFile) -> None:
     size, pieces = card.read(_MOST_CARD)
     if size > _MOST_CARD:
         raise DatasetError(f"{_CARD} is longer than {_MOST_CARD:,} bytes")
-    try:  # as `datasets` reads it
+    try:  # parsed in the same way as by `datasets`
         configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
     except Exception as error:  # the YAML parser and the field checks raise many types of exceptions
         raise DatasetError(f"the metadata in {_CARD} cannot be read: {shortened(sentence(error))}") from error

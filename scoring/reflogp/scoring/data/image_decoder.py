@@ -89,7 +89,7 @@ class ImageDecoder:
                     child = self._begin()
                 try:
                     answer = child.ask(data)
-                except BaseException:  # the child's next answer would be about this image
+                except BaseException:  # the child's next answer would still be about this image
                     self._end(child)
                     child = None
                     raise

@@ -92,7 +92,7 @@ class ImageFile:
     """An image file whose content has been identified.
 
     Attributes:
-        path: the file's path, as the row names it.
+        path: the file's path, as given in the row.
         key: PixelCache.key of the file's content.
         size: the file's size in bytes.
         open_file: function that opens the file.
@@ -121,7 +121,7 @@ class ImageReader:
     """A reader that opens and identifies the images of rows in several threads.
 
     Args:
-        open_file: function that opens the files that rows name.
+        open_file: function that opens a file named by a row.
         cache: pixel digests of encoded images that were identified before.
         decoder: decoder that identifies the images that are not in the cache.
     """
@@ -250,7 +250,7 @@ def _decoded_size(image: Any) -> int:
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return (name for messages, value) for each image in a row. Column `image` contains one image, and `images` a list.
 
-    If a row has both columns, `image` is read, as in TRL. If both columns are null or missing, the row has no image.
+    If a row has both columns, `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 
     Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
     """

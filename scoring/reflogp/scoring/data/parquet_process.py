@@ -213,7 +213,7 @@ class _Reader(ConfinedProcess):
             name = signal.strsignal(-status) if status < 0 else f"status {status}"
             kind = _ReaderKilledError if status < 0 else _MemoryExceededError
             raise kind(
-                f"{self._file} ended the process that read it ({name}): the file is damaged, or cannot be read in "
+                f"{self._file} crashed the process that read it ({name}): the file is damaged, or cannot be read in "
                 f"{self._memory:,} bytes of memory"
             )
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds to wait while another process writes to the file.
 _PATIENCE = 5.0
-#: Maximum number of rows in the file, of about 100 bytes each. If the file exceeds this number, the older half is deleted.
+#: Maximum number of rows in the file; a row takes about 100 bytes. If there are more rows, the older half is deleted.
 _MOST = 4_000_000
 
 

@@ -1,7 +1,7 @@
 """Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from datasets saved by `datasets`, or from the HF Hub.
 
-A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. `bounds`
-implements the limits on memory and decoded bytes.
+A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
+`bounds` implements the limits on memory and decoded bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _STATE_BYTES = 16 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-#: (the row's columns or None, the row's error or None, the row's size in bytes as read, or 0 if the size is unknown).
+#: A row as it was read: (columns or None, error message or None, size in bytes or 0 if the size is unknown).
 _Read = tuple[dict[str, Any] | None, str | None, int]
 
 
@@ -207,8 +207,8 @@ class RowSource:
     def has_column(self, *names: str) -> bool | None:
         """Return True if any row of the dataset has one of these columns, even if its value is null.
 
-        The columns of Parquet files, saved datasets and hub datasets are in their metadata. All other formats are read up to
-        the first row with such a column. The result is None for a stream, which may never end.
+        The columns of Parquet files, saved datasets and hub datasets are read from their metadata. All other formats are read
+        up to the first row with such a column. The result is None for a stream, which may never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
@@ -360,7 +360,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise DatasetError(f"dataset {data!r} has no split {split!r}; it has {', '.join(loaded)}")
+            raise DatasetError(f"dataset {data!r} has no split {split!r}; choose from {', '.join(loaded)}")
         loaded = loaded[split]
     return loaded
 
@@ -373,7 +373,7 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
-            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; it has {', '.join(splits)}")
+            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(splits)}")
         folder = folder / _plain_name(split, folder)
     listed = _state(folder / "state.json").get("_data_files", [])
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
@@ -397,7 +397,7 @@ def _state(file: Path) -> dict[str, Any]:
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
-        raise DatasetError(f"the saved dataset {folder} names an invalid file or split: {name!r}")
+        raise DatasetError(f"the saved dataset {folder} refers to an invalid file or split: {name!r}")
     return name
 
 

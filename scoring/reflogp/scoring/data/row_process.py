@@ -41,7 +41,8 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one row, in seconds.
 ROW_SECONDS = 10.0
-#: A pass over a dataset fails after this many rows have timed out, because the cause is then the template or the whole dataset.
+#: A pass over a dataset fails after this many rows have timed out, because the chat template or the whole dataset is then
+#: assumed to be the cause.
 SLOW_ROWS = 20
 #: Bytes of memory that a child may use in addition to the memory that it inherits, up to half of the machine's memory.
 _MEMORY = 8 << 30

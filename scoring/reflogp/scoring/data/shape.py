@@ -1,6 +1,6 @@
 """Convert the columns of a preference pair, a KTO row or a row of token ids into examples.
 
-Rows are plain text or conversations, with an explicit or an implicit prompt. They are interpreted as in TRL 1.16
+Rows are plain text or conversations, with an explicit or an implicit prompt. Rows are interpreted as in TRL 1.16
 (trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
 """
 
@@ -173,7 +173,9 @@ def require_text(columns: dict[str, Any]) -> None:
     """
     media = media_of(columns)
     if media is not None:
-        raise RowError(f"the row contains more than text ({media}), but only text is scored; remove other content or the row")
+        raise RowError(
+            f"the row contains more than text ({media}), but only text is scored; remove the other content or the row"
+        )
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:

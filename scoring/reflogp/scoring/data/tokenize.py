@@ -174,7 +174,8 @@ def _vision(
     """Return the image processor (None for a dataset without images), and True if later rows of a stream may have images.
 
     Args:
-        source: the dataset. It is read to the end only if the model accepts images and no row in `rows` has a column of images.
+        source: the dataset. The dataset is read to the end only if the model accepts images and no row in `rows` has a column
+            of images.
         rows: the dataset's first rows.
         load_vision: see `tokenize_dataset`. A TokenizerError from this function is raised only if the dataset has a column of
             images.

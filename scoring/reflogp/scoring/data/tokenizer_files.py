@@ -99,7 +99,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Identify the current tokenizer of a model folder without loading it. Raises the errors of `open_tokenizer`."""
+        """Identify the current tokenizer of a model folder without loading it. Raises the same errors as `open_tokenizer`."""
         with open_tokenizer(model) as opened:
             return TokenizerRef(model, trust_remote_code, opened.digest, self)
 

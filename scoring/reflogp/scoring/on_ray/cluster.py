@@ -55,7 +55,7 @@ def connect(address: str | None) -> bool:
 def connected(address: str | None) -> Iterator[None]:
     """Connect to a cluster for the duration of the block; see `connect`.
 
-    A connection that was opened for the block is closed after it, which stops the connection's actors.
+    A connection that was opened for the block is closed at its end, which stops the connection's actors.
     """
     ours = connect(address)
     try:
@@ -66,7 +66,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
-    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, else "cpu".
+    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, otherwise "cpu".
 
     Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
@@ -84,12 +84,12 @@ def default_workers(choice: EngineChoice) -> int:
 
 
 def resources_of(choice: EngineChoice) -> dict[str, float]:
-    """Return the resources of a worker as options of a Ray actor."""
+    """Return the resources that a worker needs, as options for a Ray actor."""
     return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
 
 
 def describe_cluster() -> str:
-    """Return a description of the cluster: its numbers of GPUs, CPUs and nodes."""
+    """Return a text that says how many GPUs, CPUs and nodes the cluster has."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs on {len(alive)} nodes"
 
@@ -100,7 +100,7 @@ def this_node() -> str:
 
 
 def reason_of(error: RayError) -> str:
-    """Return a short reason why an actor died."""
+    """Return a short description of why an actor died."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
         return "the worker's node died"

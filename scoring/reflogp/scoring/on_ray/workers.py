@@ -30,8 +30,8 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 
-#: Seconds without any placed worker after which the run warns, and after which it fails. A node that Ray adds takes minutes to
-#: start.
+#: Number of seconds without any placed worker after which the run warns, and number after which the run fails. A node that Ray
+#: adds takes minutes to start.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
@@ -117,7 +117,7 @@ class ClusterWorkers:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for new nodes", stacklevel=2)
 
 
 class _RayWorker:

@@ -82,7 +82,7 @@ def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
         label: the text in front of the bar, such as "scoring".
         show: True shows the bar, False hides it; None shows it in terminals and notebooks only.
     """
-    from tqdm.auto import tqdm  # the command line has its own bar and is installed without tqdm
+    from tqdm.auto import tqdm  # the command line has its own bar, and can be installed without tqdm
 
     with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:
         progress = ProgressBar(bar)

@@ -124,7 +124,7 @@ class LocalScorer:
         """Report the pipeline's events to the callbacks. Return True after the last event.
 
         Args:
-            callbacks: called in this thread.
+            callbacks: callbacks for outcomes; they are called in this thread.
             patience: seconds to wait for the first event; None for no limit.
 
         Raises the error that ended the pipeline.

@@ -162,7 +162,8 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    self.seconds += now - since  # includes waits for a commit, when the device keeps computing
+                    # This includes time spent waiting for a commit, because the device keeps computing during that time.
+                    self.seconds += now - since
                     since = now
                     self._passes.put(landed)
         except BaseException as caught:

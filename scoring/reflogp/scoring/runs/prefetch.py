@@ -1,4 +1,4 @@
-"""Iterate in a background thread, a few items ahead of the consumer, so that items are produced while earlier items are used."""
+"""Iterate in a background thread, a few items ahead of the consumer, so that items are produced while others are used."""
 
 from __future__ import annotations
 

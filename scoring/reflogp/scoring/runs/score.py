@@ -46,17 +46,17 @@ class ScoreSummary:
     """The counts and rates of a scoring run. `sequences` is the sum of `hits`, `duplicates`, `scored` and `failed`.
 
     Attributes:
-        rows: rows that were read.
-        bad_rows: rows that have no values after the run.
+        rows: number of rows that were read.
+        bad_rows: number of rows that have no values after the run.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
-        empty_prompts: rows without a prompt. The first completion token of such a row is context and has no value, as in TRL's
-            loss.
-        sequences: sequences of usable rows.
-        hits: sequences that the store had before the run.
-        duplicates: sequences that occurred earlier in the same run.
-        scored: sequences whose log-probs were computed.
-        failed: sequences that could not be scored.
+        dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
+        empty_prompts: number of rows without a prompt. The first completion token of such a row is context and has no value, as
+            in TRL's loss.
+        sequences: number of sequences in usable rows.
+        hits: number of sequences that were in the store before the run.
+        duplicates: number of sequences that occurred earlier in the same run.
+        scored: number of sequences whose log-probs were computed.
+        failed: number of sequences that could not be scored.
         tokens: number of tokens in the scored sequences, including prompts.
         seconds: wall time of the run.
         scoring_seconds: part of the wall time during which an engine was computing.
@@ -136,7 +136,7 @@ def score_dataset(
     Args:
         dataset: the tokenized dataset.
         store: store for the values.
-        reference: the model that the scorer computes with.
+        reference: the reference model that the scorer uses.
         scorer: object that computes and commits values. It gets no sequences if the store already has all values.
         settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
             "keep_end" scores only the last max_length tokens. ld_alpha is ignored. None scores whole sequences.
@@ -195,10 +195,10 @@ class _Window:
         sides: number of completions per row.
         last_row: number of the last row that was read.
         problems: row number -> the reason why the row cannot be used.
-        rows: row numbers of the rows in the views, int64 (n,).
+        rows: row number of each tokenized row, int64 (n,).
         bare: array that is True for rows without a prompt, bool (n,).
         looked_up: (windows, keys, stored values that were found) for each completion column.
-        images: the images of each row in the views; empty for text-only rows.
+        images: the images of each tokenized row; empty for text-only rows.
     """
 
     rows_in_all: int

@@ -122,7 +122,7 @@ class _LocalWorker:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-            with contextlib.suppress(OSError):  # the reading thread also notices, and sets the reason
+            with contextlib.suppress(OSError):  # the reading thread notices this too, and sets the reason
                 self._pipe.send((number, method, arguments))
         return answer
 

@@ -31,11 +31,11 @@ _FAILED_STARTS = 3
 #: counts ready workers whose engine raised an error (the device may be lost), and _KILLERS counts sequences that killed two
 #: workers each.
 _LOSSES, _KILLERS = 3, 3
-#: Seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
+#: Number of seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
 #: Seconds to wait for the workers' peak rates.
 _PEAK_SECONDS = 60.0
-#: Seconds that `stop` gives workers to commit computed values.
+#: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
 
 
@@ -139,7 +139,7 @@ class ParallelScorer:
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._alone = False  # workers fail at every unit, so only this process's engine gets units
+        self._alone = False  # workers fail on every unit, so only this process's engine gets units
         self._own_done = 0
         self._given_own = 0
         self._began = self._ended = 0.0

@@ -45,7 +45,7 @@ class Unit:
 
 
 class UnitQueue:
-    """The queue of misses and of units to retry."""
+    """A queue of misses and of units to retry."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by prompt
@@ -69,7 +69,7 @@ class UnitQueue:
 
         Args:
             size: maximum number of sequences in a new unit.
-            suspects: True also returns units on which a worker died.
+            suspects: True allows units on which a worker died.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -156,8 +156,9 @@ class Rate:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences for the next unit.
 
-    The number is a share of the remaining sequences, between the numbers that a worker scores in 2 seconds and in 30 seconds.
-    It never exceeds the remaining sequences divided by the number of workers, unless that quotient is less than 8.
+    The number is a share of the remaining sequences, but at least as many as a worker scores in 2 seconds, and at most as many
+    as it scores in 30 seconds. It never exceeds the remaining sequences divided by the number of workers, unless that quotient
+    is less than 8.
 
     Args:
         left: approximate number of sequences that no worker has yet.

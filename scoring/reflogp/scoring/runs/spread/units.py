@@ -55,7 +55,7 @@ class Sent:
 
     Attributes:
         keys: keys of the whole sequences, binary (n,).
-        sequences: the sequences to score, n.
+        sequences: the n sequences to score.
         completion_lens: number of tokens in each whole completion, (n,).
     """
 
@@ -215,7 +215,7 @@ _LOOK_SECONDS = 0.01
 
 
 class UnitScorer:
-    """A scorer of units. It accepts several units at the same time, so that the engine does not wait for the next unit.
+    """An object that scores units. It accepts several units at the same time, so that the engine never waits for a unit.
 
     Args:
         engine: the engine, whose `flow` runs only in a thread of this object.
@@ -313,7 +313,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
     Args:
         now: the snapshot.
         keys: keys of the whole sequences, binary (n,).
-        sequences: the sequences as they are scored, n.
+        sequences: the n sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
