@@ -173,7 +173,7 @@ def _used(group: Path) -> int | None:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return the paths of this process's memory cgroups, with the keys "cgroup2" and "cgroup" (version 1)."""
+    """Return the paths of this process's memory cgroups, as a dict with the keys "cgroup2" and "cgroup" (version 1)."""
     found: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)

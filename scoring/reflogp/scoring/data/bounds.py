@@ -44,7 +44,7 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A longer row is a bad row, or an error if the rows after it cannot be read.
+        row_bytes: maximum size of a row. A longer row is a bad row, or raises DatasetError if the rows after it cannot be read.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """

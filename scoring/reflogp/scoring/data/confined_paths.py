@@ -73,11 +73,11 @@ class Found:
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
     """Return (path with links resolved, digest of the content) for a dataset below a root.
 
-    A file's digest is its sha256. A folder's digest is the blake2b of the relative names and sha256 of its dataset files.
-    Hidden files and files with other suffixes are ignored, because they are not read.
+    A file's digest is its sha256. A folder's digest is a blake2b digest of the relative name and sha256 of each of its dataset
+    files. Hidden files and files with other suffixes are ignored, because they are not read.
 
     Raises:
-        PathError: the path leaves the root, does not exist, or is not a dataset.
+        PathError: the path leads outside the root, does not exist, or is not a dataset.
         FileChangedError: a file is being written to.
     """
     with _opened(root, parts) as found:

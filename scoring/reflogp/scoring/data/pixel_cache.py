@@ -22,7 +22,7 @@ from reflogp.store.images import DIGEST_BYTES, Kind
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait while another process writes to the file.
+#: Maximum number of seconds to wait while another process writes to the file.
 _PATIENCE = 5.0
 #: Maximum number of rows in the file; a row takes about 100 bytes. If there are more rows, the older half is deleted.
 _MOST = 4_000_000

@@ -89,7 +89,7 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
 
 
 def describe_cluster() -> str:
-    """Return a text that says how many GPUs, CPUs and nodes the cluster has."""
+    """Return a description of how many GPUs, CPUs and nodes the cluster has."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs on {len(alive)} nodes"
 

@@ -139,7 +139,8 @@ def score_dataset(
         reference: the reference model that the scorer uses.
         scorer: object that computes and commits values. It gets no sequences if the store already has all values.
         settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
-            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. None scores whole sequences.
+            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences are
+            scored.
         watcher: callbacks for progress and bad rows.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
 

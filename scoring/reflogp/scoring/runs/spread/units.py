@@ -215,7 +215,7 @@ _LOOK_SECONDS = 0.01
 
 
 class UnitScorer:
-    """An object that scores units. It accepts several units at the same time, so that the engine never waits for a unit.
+    """An object that scores units. It accepts several at a time, so that the engine does not wait for the next unit.
 
     Args:
         engine: the engine, whose `flow` runs only in a thread of this object.
