@@ -220,7 +220,7 @@ def test_what_pandas_makes_of_gaps(model, tmp_path):
     joined = join(model, odd, tmp_path / "store", dtype="float32", on_miss="drop")
     assert joined["ref_row"].tolist() == [0, 1, 2] and (joined["ref_logps"] < 0).all()
     assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
-    with pytest.raises(UsageError, match="several columns of the same name"):
+    with pytest.raises(UsageError, match="several columns with the same name"):
         score(model, pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]), tmp_path / "store", dtype="float32")
 
 
@@ -265,7 +265,7 @@ def test_an_own_tokenizer_and_an_open_store(rows, model, scored):
 
 @pytest.mark.parametrize("dataset", [7, ["a row"], None, {"train": []}])
 def test_what_is_no_dataset(dataset, model, scored):
-    with pytest.raises(UsageError, match="cannot be read: give a path"):
+    with pytest.raises(UsageError, match="cannot be read: pass a path"):
         score(model, dataset, scored, dtype="float32")
 
 

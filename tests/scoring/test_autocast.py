@@ -188,7 +188,7 @@ def test_each_numerics_has_an_id_and_the_old_ones_keep_theirs(reference_folder):
 def test_other_engines_refuse_it_before_they_start(reflogp, reference_folder, pairs_file, tmp_path):
     reference = describe_reference(str(reference_folder), "bfloat16-autocast")
     for engine in ("vllm", "remote"):
-        with pytest.raises(UsageError, match=f"which the {engine} engine cannot compute: use the torch engine"):
+        with pytest.raises(UsageError, match=f"which the {engine} engine does not support; use the torch engine"):
             EngineChoice(engine, url="http://127.0.0.1:9").make(str(reference_folder), reference)
         with pytest.raises(ValueError, match="use the torch engine"):
             extra = {"url": "http://127.0.0.1:9"} if engine == "remote" else {}

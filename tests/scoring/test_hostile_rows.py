@@ -162,7 +162,7 @@ def test_rows_with_media_are_bad_rows(form, tokenizer, tmp_path):
     tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", rows), obedient(tokenizer))
     assert set(tokens) == {0, len(rows) - 1}, "a column that holds nothing is no image"
     assert tokens[0] == tokens[len(rows) - 1]
-    assert all("holds more than text" in problem for problem in problems.values())
+    assert all("contains more than text" in problem for problem in problems.values())
 
 
 def test_an_image_column_of_parquet_too(tokenizer, tmp_path):
@@ -201,7 +201,7 @@ def test_rows_of_odd_columns_before_the_first_good_one(tokenizer, tmp_path):
     rows = [{"foo": 1}, {"chosen": GOOD["chosen"]}, GOOD, {"bar": 2}]
     tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", rows), obedient(tokenizer))
     assert (set(tokens), set(problems)) == ({2}, {0, 1, 3})
-    with pytest.raises(DatasetError, match="columns foo fit no known format"):
+    with pytest.raises(DatasetError, match="columns foo match no known format"):
         tokenized(write_rows(tmp_path / "none.jsonl", rows[:2]), obedient(tokenizer))
 
 
@@ -256,5 +256,5 @@ def test_a_row_that_reached_a_limit_is_tried_again(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_a_template_that_never_ends_fails_the_dataset(tokenizer, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [pair("loop") for _ in range(100)])
-    with pytest.raises(DatasetError, match="does not end"):
+    with pytest.raises(DatasetError, match="does not finish"):
         tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.1))

@@ -175,9 +175,9 @@ def test_all_images_of_a_row_share_limits(monkeypatch, tmp_path):
             return [str(of) if isinstance(of, RowError) else None for of in ImageReader(below(None), cache, decoder).read(rows)]
 
     assert problems("MAX_ROW_PIXELS", 3 * 40 * 50)[:2] == [None, None]
-    assert "more than 6,000 pixels in all" in problems("MAX_ROW_PIXELS", 3 * 40 * 50)[2]
-    assert "MiB in all" in problems("MAX_ROW_BYTES", 3 * len(rows[0]["images"][0]))[2]
+    assert "more than 6,000 pixels in total" in problems("MAX_ROW_PIXELS", 3 * 40 * 50)[2]
+    assert "MiB in total" in problems("MAX_ROW_BYTES", 3 * len(rows[0]["images"][0]))[2]
     monkeypatch.setattr(images, "_SLOW_SECONDS", 0.0)  # nothing is remembered
     monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "other"))
     for _ in range(2):
-        assert all("processor time in all" in problem for problem in problems("ROW_SECONDS", -1.0))
+        assert all("processor time in total" in problem for problem in problems("ROW_SECONDS", -1.0))

@@ -170,7 +170,7 @@ def test_handlers_of_the_parent_do_not_run_in_the_child(parquet, monkeypatch, ca
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         in_child(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        assert "ended the process that read it" in refusal(parquet)
+        assert "crashed the process that read it" in refusal(parquet)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "the parent's handler" not in capfd.readouterr().err
@@ -188,7 +188,7 @@ def test_a_machine_without_room_for_a_process_is_named(parquet, monkeypatch):
 
 def test_a_file_whose_readers_are_all_killed_is_an_error(parquet, monkeypatch):
     in_child(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert "ended the process that read it (Killed)" in refusal(parquet)
+    assert "crashed the process that read it (Killed)" in refusal(parquet)
 
 
 def test_a_reader_that_crashes_is_an_error(parquet, monkeypatch):

@@ -124,7 +124,7 @@ def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference
     file = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(EngineError, match="3 sequences in a row killed two workers each"):
         score(file, model=deadly_model(reference_folder, tmp_path / "deadly"), code=True)
-    with pytest.raises(EngineError, match=r"\d workers died one after the other before they were ready; .*SIGKILL"):
+    with pytest.raises(EngineError, match=r"\d workers in a row died before they were ready; .*SIGKILL"):
         score(file, model=deadly_model(reference_folder, tmp_path / "dead", on_load=True), code=True)
 
 
@@ -201,8 +201,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["cuda:0"], 0, (), "this machine has 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
-        (["cuda", "cuda"], 8, (1, True), "needs the numbers of its GPUs"),
-        (["cpu", "cpu"], 0, (1, True), "needs the numbers of its GPUs"),
+        (["cuda", "cuda"], 8, (1, True), "needs numbered GPUs"),
+        (["cpu", "cpu"], 0, (1, True), "needs numbered GPUs"),
     ):
         with pytest.raises(UsageError, match=why):
             names(devices, count, *more)

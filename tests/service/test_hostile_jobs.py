@@ -166,7 +166,7 @@ def test_a_dataset_whose_rows_are_all_bad_or_not_there(reflogp, model, tmp_path)
     assert reflogp("join", model, bad, *rest, "-o", tmp_path / "out.parquet")[0] == 3
     assert not (tmp_path / "out.parquet").exists()
     code, _, err = reflogp("report", model, bad, *rest, "-o", tmp_path / "report")
-    assert code == 2 and "holds more than text" in err
+    assert code == 2 and "contains more than text" in err
     empty = {name: tmp_path / f"empty.{name}" for name in ("jsonl", "json", "csv", "parquet", "arrow")}
     empty["jsonl"].write_text("")
     empty["json"].write_text("[]")

@@ -99,7 +99,7 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "../../secret.png": "not under a folder",
         str(place / "secret.png"): "not under a folder",
         "/etc/passwd": "not under a folder",
-        "../.hidden.png": "hidden part",
+        "../.hidden.png": "hidden file or folder",
         "none.png": "no such file",
         "../pipe.png": "neither a file nor a folder",
         "../deep": "not a file",

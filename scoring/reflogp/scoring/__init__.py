@@ -1,4 +1,4 @@
-"""Score datasets with a reference model, join its log-probs into them, and report on them."""
+"""Score datasets with a reference model, add its log-probs to the datasets, and write reports about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from reflogp.scoring.engines import EngineChoice
     from reflogp.scoring.torch_engine import Sequence, TorchEngine
 
-#: Public name -> module. Modules are imported on first access, so that a service's process need not load torch.
+#: Public name -> module. Modules are imported on first access, so a service's main process does not have to load torch.
 _MODULES = {
     "EngineChoice": "reflogp.scoring.engines",
     "Sequence": "reflogp.scoring.torch_engine",
@@ -24,7 +24,7 @@ __all__ = ["EngineChoice", "Sequence", "TorchEngine", "join", "report", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that defines a public name, on first access."""
+    """Return a public name, importing the module that defines it on first access."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

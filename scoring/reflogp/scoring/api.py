@@ -1,4 +1,4 @@
-"""Score, join and report from Python, as the commands of the same names do, with datasets of any kind."""
+"""Provide the commands `score`, `join` and `report` as Python functions, which also accept datasets in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: Maximum number of rows that a message names.
+#: Maximum number of rows that a message lists.
 _NAMED_ROWS = 10
 
 
@@ -45,10 +45,10 @@ def score(
     engine: EngineChoice | None = None,
     progress: bool | None = None,
 ) -> Any:
-    """Score the sequences of a dataset that the store lacks.
+    """Score the sequences of a dataset whose log-probs are not in the store.
 
-    Rows that cannot be used are left out and printed. Computed values are committed every 30 seconds. After an interruption,
-    the same call continues where the last one stopped.
+    Rows that cannot be used are left out, and printed with the reason. Computed values are committed every 30 seconds. After an
+    interruption, the same call continues from the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -56,11 +56,11 @@ def score(
             `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
         store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: dtype in which the model computes: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast".
-            The dtype is part of the reference id. "auto" uses the dtype of the values of this model in the store. If the store
-            has no such values, "auto" is bfloat16, or float32 without a GPU.
-        max_length: maximum number of tokens of prompt and completion together, as in the trainer's config; None for no limit.
+            The dtype is part of the reference id. "auto" uses the dtype of this model's stored values. If the store has none,
+            "auto" means bfloat16, or float32 without a GPU.
+        max_length: maximum number of tokens in prompt and completion together, as in the trainer's config; None for no limit.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, if the trainer does not use the model's: an object, a folder or a hub id. Pass an
+        tokenizer: the trainer's tokenizer, if it is not the model's own: a tokenizer object, a folder or a hub id. Pass an
             object if the tokenizer runs custom code.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
         progress: True shows a progress bar, False hides it; None shows it in terminals and notebooks only.
@@ -69,8 +69,9 @@ def score(
         A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
 
     Raises:
-        UsageError: the model, the dataset or a setting cannot be used, or the store has values of the model in several dtypes.
-        EngineError: the model cannot be loaded, or a forward pass failed. Values that were computed before are committed.
+        UsageError: the model, the dataset or a setting cannot be used, or the store has values of the model in more than one
+            dtype.
+        EngineError: the model cannot be loaded, or a forward pass failed. Values computed before the failure are committed.
         StoreError: the store cannot be read or written.
 
     Examples:
@@ -128,33 +129,33 @@ def join(
 ) -> Any:
     """Add the stored reference log-probs of each row to a dataset. No model is loaded.
 
-    The columns are those of `reflogp join`, with KTO's names in parentheses. ref_chosen_logps and ref_rejected_logps
-    (ref_logps) are the sums of the log-probs of each completion, float32, in nats. ref_chosen_tokens and ref_rejected_tokens
-    (ref_tokens) are the numbers of log-probs in these sums, int64. chosen_key and rejected_key (completion_key) are the keys of
-    the sequences, 16 bytes. ref_row is the row's number in `dataset`, from 0, int64. Rows whose prompt alone fills max_length
-    are left out, as TRL drops them.
+    The new columns are the same as those of `reflogp join`; the names in parentheses are for KTO. ref_chosen_logps and
+    ref_rejected_logps (ref_logps) contain the sum of each completion's log-probs (float32, in nats). ref_chosen_tokens and
+    ref_rejected_tokens (ref_tokens) contain the number of log-probs in each sum (int64). chosen_key and rejected_key
+    (completion_key) contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0
+    (int64). Rows whose prompt alone fills max_length are left out, because TRL also drops them.
 
     Args:
-        model: as in `score`; use the same.
-        dataset: see score.
-        store: see score.
-        dtype: dtype in which the values were computed. "auto" is the dtype of the values of this model in the store, if all
-            have the same dtype.
-        max_length: as in `score`; use the trainer's.
-        truncation_mode: as in `score`; use the trainer's.
-        ld_alpha: in LD-DPO, the weight of the tokens by which one completion is longer than the other.
-        tokenizer: as in `score`; use the same.
-        snapshot: number of a snapshot of the store; None for the latest.
+        model: the reference model that was passed to `score`.
+        dataset: see `score`.
+        store: see `score`.
+        dtype: dtype in which the values were computed. "auto" uses the dtype of this model's stored values, if they all have
+            the same dtype.
+        max_length: the trainer's max_length; see `score`.
+        truncation_mode: the trainer's truncation_mode; see `score`.
+        ld_alpha: the weight that LD-DPO gives to the tokens by which one completion is longer than the other.
+        tokenizer: the tokenizer that was passed to `score`; None if none was passed.
+        snapshot: number of the snapshot to read; None for the latest snapshot.
         on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
-        A dataset of the same kind with the new columns, or a Dataset for a path or hub name. The rows of a stream
-        (IterableDataset) are joined while the stream is read, in one process, and errors about rows are raised at that time.
+        A dataset of the same type with the new columns, or a Dataset for a path or hub name. A stream (IterableDataset) is
+        joined while it is read, in a single process, and errors about its rows are raised at that time.
 
     Raises:
-        NotScoredError: some rows have no values or cannot be used. The message names the rows.
-        ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
-        UsageError: see score.
+        NotScoredError: some rows have no values or cannot be used. The message lists the rows.
+        ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
+        UsageError: see `score`.
 
     Examples:
         >>> from reflogp.scoring import join
@@ -165,7 +166,7 @@ def join(
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
     if on_miss not in ("error", "drop"):
-        raise UsageError(f"on_miss {on_miss!r}: use error or drop")
+        raise UsageError(f"unknown on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
@@ -205,25 +206,25 @@ def report(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     progress: bool | None = None,
 ) -> ReportSummary:
-    """Write the report of a scored dataset: an HTML page, and its charts as PNG files. No model is loaded.
+    """Write a report about a scored dataset: an HTML page and its charts as PNG files. No model is loaded.
 
     Args:
-        model: as in `score`; use the same.
-        dataset: see score.
-        store: see score.
-        output: folder for the report: a new folder, or a folder with an earlier report.
-        dtype: see join.
-        max_length: as in `score`; use the trainer's.
-        truncation_mode: as in `score`; use the trainer's.
-        tokenizer: as in `score`; use the same.
-        progress: see score.
+        model: the reference model that was passed to `score`.
+        dataset: see `score`.
+        store: see `score`.
+        output: folder for the report: a new folder, or a folder that contains an earlier report.
+        dtype: see `join`.
+        max_length: the trainer's max_length; see `score`.
+        truncation_mode: the trainer's truncation_mode; see `score`.
+        tokenizer: the tokenizer that was passed to `score`; None if none was passed.
+        progress: see `score`.
 
     Returns:
-        A ReportSummary. Its `findings` are the sentences at the top of the report's page.
+        A ReportSummary. Its `findings` are the sentences at the top of the HTML page.
 
     Raises:
-        UsageError: a setting or the dataset cannot be used, or the output folder contains other files than a report.
-        ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
+        UsageError: a setting or the dataset cannot be used, or the output folder contains files that do not belong to a report.
+        ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
 
     Examples:
         >>> from reflogp.scoring import report
@@ -255,7 +256,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that record the reasons why rows cannot be used.
 
     Args:
-        problems: a dict that gets row number -> problem of the first ten bad rows.
+        problems: a dict to fill: row number -> problem, for the first ten bad rows.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -267,7 +268,7 @@ class _BadRows(ProgressCallbacks):
 
 
 def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
-    """Raise NotScoredError if a row that was read has no values or cannot be used."""
+    """Raise NotScoredError if any row read so far has no values or cannot be used."""
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
         raise NotScoredError(f"{summary.bad_rows:,} rows cannot be used ({named}); leave them out with on_miss='drop'", summary)
@@ -276,26 +277,26 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
         named += ", …" if summary.missing > _NAMED_ROWS else ""
         raise NotScoredError(
             f"{summary.missing:,} rows have no values in snapshot {summary.snapshot} (rows {named}). Score the dataset with "
-            f"reflogp.scoring.score, or `{command}`; or leave the rows out with on_miss='drop'",
+            f"reflogp.scoring.score, or with `{command}`, or leave the rows out with on_miss='drop'",
             summary,
         )
 
 
 def _say(reason: str) -> None:
-    """Print how the dtype was chosen. `reason` is empty, and nothing is printed, if the caller gave the dtype."""
+    """Print how the dtype was chosen. If the caller specified the dtype, `reason` is empty and nothing is printed."""
     if reason:
         tqdm.write(reason, file=sys.stderr)
 
 
 def _opened(store: str | os.PathLike[str] | Store) -> Store:
-    """Return the store that was given, or the store at the path or URI."""
+    """Return the given store, or open the store at the given path or URI."""
     return store if isinstance(store, Store) else Store(store)
 
 
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that returns the given tokenizer, or loads the tokenizer of the given folder or hub id."""
+    """Return a function that returns the given tokenizer, or loads the tokenizer from the given folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer
@@ -304,7 +305,7 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns the given processor, or loads the processor of the given folder or hub id."""
+    """Return a function that returns the given processor, or loads the processor from the given folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
     if getattr(tokenizer, "image_processor", None) is None:
@@ -314,9 +315,9 @@ def _vision(
 
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Call a function with a dataset, or with each split of a DatasetDict and its name.
+    """Call a function with a dataset, or with each split of a DatasetDict and the split's name.
 
-    Return the result, or a dict of results.
+    Return the result, or a dict with the result for each split.
     """
     if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")

@@ -1,4 +1,4 @@
-"""Define the protocols of engines, and a description of an engine that can be sent to another process.
+"""Define the engine protocols, and a description of an engine that can be sent to another process.
 
 An engine's libraries are imported only when the engine is loaded.
 """
@@ -27,38 +27,38 @@ EngineName = Literal["torch", "vllm", "remote"]
 
 
 class Engine(Protocol):
-    """An engine, which scores the sequences of a dataset."""
+    """An engine that scores the sequences of a dataset."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that this engine cannot score, as index -> reason."""
+        """Return the sequences that this engine cannot score, as a dict of index -> reason."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive, and yield (number, outcome) of the sequences of each pass.
+        """Score groups of sequences as they arrive. After each pass, yield a list of (number, outcome) for its sequences.
 
-        Numbers start at 0 and count the sequences of all groups.
+        Sequences are numbered from 0 across all groups.
 
-        An empty group means that no group is available now. The engine then finishes the passes that it has begun. If there is
-        no such pass, it yields an empty list.
+        An empty group means that no group is available yet. The engine then finishes the passes that it has started, or yields
+        an empty list if there are none.
         """
 
     def provenance(self) -> dict[str, Any]:
-        """Return a description of how this engine computes values. The store keeps it with the values."""
+        """Return a description of how this engine computes values. The description is stored with the values."""
 
     def operations(self) -> Operations:
-        """Return the operations of all sequences scored so far. Both counts are 0 if this engine cannot count operations."""
+        """Return the operation counts of all sequences scored so far. Both counts are 0 if the engine cannot count."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's rate of matrix products, or None if this engine cannot measure the rate."""
+        """Return the device's peak rate of matrix products, or None if this engine cannot measure it."""
 
     def close(self) -> None:
-        """End the engine's processes and connections, and release the model. The engine cannot score afterwards."""
+        """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can switch between callers after each pass. The workers of a service need such an engine.
+    """An engine that can switch between callers after each pass. A service's workers need this kind of engine.
 
     Attributes:
-        token_budget: approximate number of tokens up to which it saves time to merge requests into one pass.
+        token_budget: approximate number of tokens up to which merging requests into one pass saves time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -72,9 +72,9 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield (index, outcome) of the sequences of each pass, without those in `skip`.
+        """Score sequences, except those whose index is in `skip`. After each pass, yield a list of (index, outcome).
 
-        Call `before` with the indices of each pass.
+        Before each pass, call `before` with the indices of its sequences.
         """
 
     def flow(
@@ -83,9 +83,9 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; see Engine.flow. Before each pass, `before` is called with the numbers of its sequences.
+        """Score groups as they arrive; see Engine.flow. Before each pass, call `before` with the numbers of its sequences.
 
-        The caller may use the engine for other work between two yields.
+        Between two yields, the caller may use the engine for other work.
         """
 
 
@@ -96,18 +96,19 @@ class EngineChoice:
     Attributes:
         name: "torch" for torch in this process, "vllm" for vLLM in a process with its own environment, or "remote" for a
             running `vllm serve`.
-        device: torch: "auto", "cpu", "cuda", "cuda:1", … remote: the device on which `check_claim` loads the local weights.
-        token_budget: torch: maximum number of tokens of a pass, or "auto".
+        device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
+            weights.
+        token_budget: for torch, the maximum number of tokens in a pass, or "auto".
         trust_remote_code: True runs modelling code from the checkpoint.
-        vllm_python: vllm: Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON, or else this process's
-            interpreter.
-        tensor_parallel: vllm: number of GPUs that one model is spread over.
-        vllm_options: vllm: further arguments of vLLM, whose names are in vllm_engine.options.ALLOWED.
-        url: remote: URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: remote: the server's name for the model; None if the server has only one model.
-        concurrency: remote: maximum number of requests at the same time.
-        patience_seconds: remote: maximum seconds to wait while the server is unreachable or busy.
-        check_claim: remote: True compares the server's values with values of the local weights before scoring.
+        vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
+            otherwise this process's interpreter.
+        tensor_parallel: for vllm, the number of GPUs across which one model is split.
+        vllm_options: for vllm, additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
+        url: for remote, the URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
+        served_model: for remote, the server's name for the model; None if the server has only one model.
+        concurrency: for remote, the maximum number of simultaneous requests.
+        patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
+        check_claim: for remote, True compares the server's values with values computed from the local weights before scoring.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -130,13 +131,13 @@ class EngineChoice:
     check_claim: bool = True
 
     def gpus(self) -> int:
-        """Return the number of GPUs of one engine: 0 on the CPU or for a remote engine. The device "auto" counts as a GPU."""
+        """Return the number of GPUs that one engine uses: 0 on a CPU or for a remote engine. Device "auto" counts as a GPU."""
         if self.device == "cpu" or self.name == "remote":
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
-        """Return the dtype for a model without stored values: "float32" if this engine has no GPU, else "bfloat16".
+        """Return the dtype for a model without stored values: "float32" if this engine has no GPU, otherwise "bfloat16".
 
         A CPU without bfloat16 instructions is slower in bfloat16, and small models on CPUs are trained in float32. vLLM and the
         server of a remote engine are assumed to have a GPU.
@@ -152,17 +153,18 @@ class EngineChoice:
         """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:
             raise UsageError(
-                f"{dtype} means float32 weights under torch.autocast, which the {self.name} engine cannot compute: "
+                f"{dtype} means float32 weights under torch.autocast, which the {self.name} engine does not support; "
                 "use the torch engine"
             )
 
     def require_loadable(self, model: str, reference: Reference) -> None:
-        """Raise the errors of `make` that can be found without reading weights.
+        """Raise the errors of `make` that can be detected without reading the weights.
 
         Raises:
-            ContentMismatchError: the folder holds another model than the reference.
-            OutOfMemoryError: the memory of the torch engine's device is too small for the model, even if nothing else uses it.
-            EngineError: the torch engine cannot use its device, or transformers does not know the model.
+            ContentMismatchError: the model in the folder is not the reference model.
+            OutOfMemoryError: the torch engine's device has too little memory for the model, even if nothing else uses the
+                device.
+            EngineError: the torch engine cannot use its device, or transformers does not support the model.
         """
         with open_reference_files(model, reference) as opened:
             if self.name == "torch":
@@ -172,18 +174,18 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load the engine with exactly the files of the reference, and return the engine.
+        """Load an engine from exactly the reference's files, and return the engine.
 
-        At each load, the files are opened and hashed (digests of unchanged files are cached), and they are read through the
-        open file handles. When the model is in memory, the files are checked for changes.
+        Each load opens and hashes the files (digests of unchanged files are cached), then reads them through the open file
+        handles. Once the model is in memory, the files are checked for changes.
 
         Args:
             model: local folder of the model.
             reference: the reference whose values are computed.
 
         Raises:
-            ContentMismatchError: the folder holds another model than the reference.
-            FileChangedError: a file changed during the load.
+            ContentMismatchError: the model in the folder is not the reference model.
+            FileChangedError: a file changed while the model was being loaded.
             UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
@@ -230,12 +232,12 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the paths lead to the open files. vLLM's processes open the paths."""
+            """Check before and after the block that the paths lead to the open files, because vLLM opens files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
                     yield
-                finally:  # a changed file may have caused an error in the block: FileChangedError replaces it
+                finally:  # if a changed file caused an error in the block, FileChangedError replaces it
                     opened.files.check(by_path=True)
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
@@ -249,7 +251,7 @@ class EngineChoice:
         from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, check_claim
 
         if self.url is None:
-            raise UsageError("the remote engine needs the URL of a running `vllm serve`: give --url")
+            raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url")
         place = ServerPlace(
             self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
         )
@@ -263,9 +265,9 @@ class EngineChoice:
 
 @contextmanager
 def open_reference_files(model: str, reference: Reference) -> Iterator[OpenModel]:
-    """Open a model's files for the block; see `open_model`.
+    """Open a model's files for the duration of the block; see `open_model`.
 
-    Raises ContentMismatchError if they are not the reference's files.
+    Raises ContentMismatchError if the files are not the reference's files.
     """
     with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
         opened.require(reference)

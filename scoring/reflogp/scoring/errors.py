@@ -1,13 +1,13 @@
-"""Errors of scoring, all of which are subclasses of the store's ReflogpError.
+"""Define the errors that scoring raises. All of them are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-├── DatasetError             a dataset cannot be opened or has columns that fit no format
+├── DatasetError             a dataset cannot be opened or has columns that match no format
 ├── TokenizerError           a tokenizer lacks what the data needs
 ├── NotScoredError           rows of a dataset have no values to join
-├── OtherEngineError         a store has values of an engine that is not allowed
+├── OtherEngineError         a store has values from an engine that is not allowed
 └── EngineError              the engine cannot load a model or score with it
-    ├── OutOfMemoryError     the device's memory is too small for the model or a pass
-    ├── WorkerGoneError      one of a run's workers has ended
+    ├── OutOfMemoryError     the device has too little memory for the model or a pass
+    ├── WorkerGoneError      one of a run's workers has exited
     └── InvalidSequencesError   some sequences cannot be scored; all others were scored
 """
 
@@ -19,11 +19,11 @@ from reflogp.store.errors import ReflogpError, UsageError
 
 
 class DatasetError(UsageError):
-    """A dataset cannot be opened, or its columns fit no known format."""
+    """A dataset cannot be opened, or its columns match no known format."""
 
 
 class TokenizerError(ReflogpError):
-    """A tokenizer lacks an EOS token or a chat template that the data needs, or there is no tokenizer that can be loaded."""
+    """A tokenizer lacks an EOS token or a chat template that the data needs, or no tokenizer can be loaded."""
 
 
 class NotScoredError(ReflogpError):
@@ -39,7 +39,7 @@ class NotScoredError(ReflogpError):
 
 
 class OtherEngineError(ReflogpError):
-    """A store has values of another engine than the one that `strict_engine` names."""
+    """A store has values from an engine other than the one that `strict_engine` names."""
 
 
 class EngineError(ReflogpError):
@@ -47,7 +47,7 @@ class EngineError(ReflogpError):
 
 
 class PictureError(Exception):
-    """An image cannot be read any more when its sequence is scored. Engines catch this error, and the sequence gets no values.
+    """An image can no longer be read when its sequence is scored. Engines catch this error, and the sequence gets no values.
 
     Attributes:
         digest: `pixel_digest` of the image.
@@ -59,18 +59,18 @@ class PictureError(Exception):
 
 
 class OutOfMemoryError(EngineError):
-    """A model does not fit into a device's memory, or the memory ran out.
+    """A model does not fit in a device's memory, or the device ran out of memory.
 
-    The message states how much memory is needed and what to change, or in which step the memory ran out.
+    The message states how much memory is needed and what to change, or which step ran out of memory.
     """
 
 
 class WorkerGoneError(EngineError):
-    """One of a run's workers has ended. The other workers continue.
+    """One of a run's workers has exited. The other workers continue.
 
     Attributes:
-        blamed: True if the sequences that the worker was processing may have caused its end; False if the worker was withdrawn
-            from the run or had ended before.
+        blamed: True if the sequences that the worker was processing may have made it exit; False if the worker was removed from
+            the run or had already exited.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:
@@ -82,8 +82,8 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: index of the sequence in the call -> reason.
-        results: one entry for each sequence of the call: its token_logps, float32, or None if the sequence is in `problems`.
+        problems: a dict from the index of a sequence in the call to the reason why the sequence cannot be scored.
+        results: one entry for each sequence in the call: its token_logps (float32), or None if the sequence is in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[Any]) -> None:

@@ -1,6 +1,6 @@
 """Encode and read the messages that processes exchange over pipes.
 
-Pickle is not used. A message is a JSON object and bytes, after their lengths.
+Messages do not use pickle. Each message consists of two lengths, a JSON object and a body of bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, BinaryIO
 
 _LENGTHS = struct.Struct(">IQ")
 
-#: A message: a JSON object, whose `op` names the kind of message, and bytes, which are usually an Arrow IPC stream.
+#: A message: a JSON object whose `op` field names the message type, and a body of bytes, usually an Arrow IPC stream.
 Frame = tuple[dict[str, Any], bytes]
 
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
-    """Return a message as the bytes of a frame."""
+    """Encode a message as the bytes of a frame."""
     head = json.dumps(message).encode()
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def read_frame(file: BinaryIO) -> Frame | None:
-    """Return the next frame, or None if the other process has closed the pipe, even in the middle of a frame."""
+    """Return the next frame, or None if the other process has closed the pipe, including in the middle of a frame."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None
@@ -33,7 +33,7 @@ def read_frame(file: BinaryIO) -> Frame | None:
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """Return the next frame of an asyncio stream; see `read_frame`."""
+    """Return the next frame from an asyncio stream; see `read_frame`."""
     try:
         head_size, body_size = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         head = await reader.readexactly(head_size)

@@ -1,6 +1,6 @@
-"""Add reference log-prob columns to a dataset, and return it as one Parquet file or as the same kind of Python object.
+"""Add reference log-prob columns to a dataset, and write it to a Parquet file or return it as an object of the same type.
 
-Rows, tokens, windows and keys are the same as in scoring, but values are only looked up, so no model is loaded.
+Rows are read, tokenized, truncated and keyed as in scoring, but values are only looked up, so no model is loaded.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class JoinSummary:
     """The result of a join. `rows` is the sum of `written`, `missing`, `bad_rows` and `dropped_rows`.
 
     Attributes:
-        rows: rows that were read.
-        written: rows with reference log-probs in the output.
-        missing: rows that were left out because the snapshot lacks their values.
+        rows: number of rows that were read.
+        written: number of rows with reference log-probs in the output.
+        missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
-        bad_rows: rows that were left out because the rows or their stored values cannot be read, or because the rows cannot be
-            tokenised.
+        bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
+            cannot be read.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: rows that TRL drops because the prompt alone fills max_length.
+        dropped_rows: number of rows that TRL drops because the prompt alone fills max_length.
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
-        reference_id: reference of the values, 32 hex digits.
-        snapshot: number of the snapshot.
+        reference_id: id of the reference that computed the values, 32 hex digits.
+        snapshot: number of the snapshot that was read.
         store: URI of the store.
-        output: the written file; empty for a join in memory.
+        output: path of the written file; empty for a join in memory.
     """
 
     rows: int = 0
@@ -87,26 +87,26 @@ def join_dataset(
 ) -> JoinSummary:
     """Write a dataset's rows to a Parquet file, with ref_chosen_logps and ref_rejected_logps (or ref_logps).
 
-    The values are float32 sums in nats.
+    The values are sums of log-probs, float32, in nats.
 
-    The output file gets its name when it is complete. If no row has values, no output is written, and an older file with this
-    name stays.
+    The output gets its final name only when it is complete. If no row has values, no output is written, and an existing file
+    with this name is kept.
 
-    Further columns:
-        chosen_key and rejected_key (or completion_key): the key of each sequence.
-        ref_chosen_tokens and ref_rejected_tokens (or ref_tokens): int64, the number of log-probs in each sum.
-        ref_row: int64, the row's number in the dataset, from 0.
+    Additional columns:
+        chosen_key and rejected_key (or completion_key): key of each sequence.
+        ref_chosen_tokens and ref_rejected_tokens (or ref_tokens): number of log-probs in each sum, int64.
+        ref_row: row number in the dataset, starting at 0, int64.
 
-    In the Parquet metadata, `reflogp` has the store, reference, snapshot and settings, and `reflogp.coverage` has the numbers
-    of rows that were read and written.
+    In the Parquet metadata, `reflogp` contains the store, reference, snapshot and settings, and `reflogp.coverage` contains the
+    coverage and the numbers of rows that were read and written.
 
     Args:
-        dataset: the dataset. It must not have a file of token ids (`kept`), because rows from such a file lack the columns for
-            the output.
+        dataset: the dataset to join. It must not have a file of token ids (`kept`), because rows from such a file lack the
+            dataset's original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
-        StoreUnavailableError: the rows do not fit one Parquet schema.
+        StoreUnavailableError: the rows do not fit a single Parquet schema.
     """
     source, store = dataset.source, snapshot.store_uri
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store, output=output)
@@ -140,7 +140,7 @@ def join_dataset(
         raise UsageError(f"the output {output} cannot be written: {error.strerror or error}") from error
     except pa.ArrowInvalid as error:
         text = shortened(str(error).splitlines()[0])
-        raise StoreUnavailableError(f"the rows do not fit one Parquet schema: {text}") from error
+        raise StoreUnavailableError(f"the rows do not fit a single Parquet schema: {text}") from error
     finally:
         if writer is not None:
             writer.close()
@@ -156,12 +156,12 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """Rows that have values, in the dataset's order.
+    """A window of rows that have values, in the dataset's order.
 
     Attributes:
-        rows: the columns of each row, as they were read.
-        numbers: the rows' numbers in the dataset, from 0, int64 (n,).
-        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, ref_row.
+        rows: columns of each row, as read from the dataset.
+        numbers: row numbers in the dataset, starting at 0, int64 (n,).
+        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs and ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -211,7 +211,7 @@ def joined_windows(
 
 
 def is_usable(columns: dict[str, Any]) -> bool:
-    """Return True if a row's columns have the types that tokenising needs."""
+    """Return True if a row's columns have the types that tokenization needs."""
     try:
         form = detect_format(columns)
         if form == "tokens":
@@ -224,7 +224,7 @@ def is_usable(columns: dict[str, Any]) -> bool:
 
 
 def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Return the table with this column appended. A column of the dataset with the same name is removed."""
+    """Return the table with a column appended. If the table already has a column with this name, replace it."""
     if name in table.column_names:
         table = table.drop_columns([name])
     return table.append_column(name, values)
@@ -239,17 +239,17 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return the rows of a dataset that have values, with the columns of a join, as a dataset of the same kind.
+    """Add the joined columns to the rows of a dataset that have values, and return a dataset of the same type.
 
     Args:
-        dataset: a dataset of any kind that open_dataset accepts.
+        dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins the source, beginning at the first row. Its second argument is True for a stream, which may
+        windows: function that joins the source, starting at the first row. Its second argument is True for a stream, which may
             never end.
 
     Raises:
         DatasetError: no row can be used.
-        The errors of `windows`. Those of a stream are raised while the stream is read.
+        Errors raised by `windows`. For a stream, these errors are raised while the stream is read.
     """
     import datasets
 
@@ -275,13 +275,13 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
 
 
 def rows_of(window: JoinedWindow) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a window with the columns of the join."""
+    """Yield the rows of a window with the joined columns added."""
     for row, values in zip(window.rows, window.columns.to_pylist(), strict=True):
         yield {**row, **values}
 
 
 def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
-    """Yield the windows. Raises DatasetError if there is no window, because the columns of the join are then unknown."""
+    """Yield the windows. Raise DatasetError if there are none, because the columns to add are then unknown."""
     first = next(windows, None)
     if first is None:
         raise DatasetError("no row of the dataset can be used, so there is nothing to join")
@@ -302,7 +302,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
 
 
 def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
-    """Return a Dataset with further columns. The features, split and format of the dataset are kept."""
+    """Return a Dataset's joined rows with the columns added. Keep the dataset's features, split and format."""
     import datasets
 
     numbers = columns[ROW_COLUMN].to_numpy()
@@ -310,7 +310,7 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
     kept = kept if len(numbers) == len(kept) else kept.select(numbers)
     kept = kept.remove_columns([name for name in columns.column_names if name in kept.column_names])
     added = datasets.Dataset(columns)
-    if not len(numbers):  # if both sides are empty, concatenate_datasets would leave out the added columns
+    if not len(numbers):  # if both sides are empty, concatenate_datasets would drop the added columns
         features = datasets.Features({**kept.features, **added.features})
         joined = datasets.Dataset.from_dict({name: [] for name in features}, features=features, split=dataset.split)
     else:
@@ -332,7 +332,7 @@ class _Stream:
     """A generator of joined rows for an IterableDataset.
 
     Args:
-        source, windows: see with_columns.
+        source, windows: see `with_columns`.
     """
 
     def __init__(self, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> None:
@@ -343,7 +343,7 @@ class _Stream:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
-        # If there were several workers, each would read its part of the inner stream and number these rows from 0.
+        # With several workers, each would read its own part of the inner stream and number its rows from 0.
         if worker is not None and worker.num_workers > 1:
             raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):
@@ -359,4 +359,4 @@ class _Stream:
 
 
 def _unpickled(_: str) -> Any:
-    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start workers by fork")
+    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start workers with fork")

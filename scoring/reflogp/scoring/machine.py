@@ -1,7 +1,7 @@
 """Assign devices to engines, measure and release memory, and prepare processes that load a model.
 
-This module imports psutil, pyarrow and transformers only where they are used, and never torch: a service's main process does
-not load torch, and the command line is installed without psutil.
+This module never imports torch, because a service's main process does not load it. psutil, pyarrow and transformers are
+imported only in the functions that use them, because the command line can be installed without psutil.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reflogp.store import UsageError
 
 # Devices
 
-#: Files in /dev of a machine with a GPU: those of NVIDIA's driver, of WSL and of AMD's driver.
+#: Files in /dev on a machine with a GPU, created by NVIDIA's driver, by WSL or by AMD's driver.
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 _ASK = "import torch; print(torch.cuda.device_count())"
 _ASK_SECONDS = 300.0
@@ -29,12 +29,13 @@ _NAME = re.compile(r"all|auto|cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class Place:
-    """The device or the GPUs of one engine.
+    """The device or GPUs that one engine runs on.
 
     Attributes:
-        name: name of the place in messages.
-        device: the `device` of the engine's EngineChoice.
-        visible: CUDA_VISIBLE_DEVICES of the engine's process, if the process must see only some GPUs; None for no change.
+        name: name that messages use for the device or GPUs.
+        device: value of `device` in the engine's EngineChoice.
+        visible: value of CUDA_VISIBLE_DEVICES for the engine's process, if the process must see only some of the GPUs; None to
+            leave the variable unchanged.
     """
 
     name: str
@@ -45,43 +46,44 @@ class Place:
 def places(
     devices: Sequence[str], count_gpus: Callable[[], int], gpus_each: int = 1, chooses_itself: bool = False
 ) -> list[Place]:
-    """Return the place of each engine.
+    """Assign devices or GPUs to engines, and return the Place of each engine.
 
     Args:
-        devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for one device.
-        count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if a name needs
-            it.
-        gpus_each: number of GPUs that an engine is spread over.
+        devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for a single
+            device, which the engine chooses.
+        count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if a name in
+            `devices` requires the number.
+        gpus_each: number of GPUs that each engine uses.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
     Raises UsageError if a name is unknown, if a GPU does not exist, or if the last group has too few GPUs.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
-        raise UsageError(f"device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
+        raise UsageError(f"unknown device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
     numbered = "all" in devices or any(":" in name for name in devices)
     count = count_gpus() if numbered else 0
     every = [f"cuda:{number}" for number in range(count)] or ["cpu"]
     names = [name for entry in devices for name in (every if entry == "all" else [entry])]
     for name in names:
         if name.startswith("cuda:") and int(name[5:]) >= count:
-            instead = f"use cuda:0 to cuda:{count - 1}" if count else "use cpu"
+            instead = f"use a device from cuda:0 to cuda:{count - 1}" if count else "use cpu"
             raise UsageError(f"device {name}: this machine has {count} GPUs; {instead}")
     if not chooses_itself and gpus_each == 1:
         return [Place(name, name) for name in names]
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
-        raise UsageError(f"device {others[0]}: this engine needs the numbers of its GPUs, such as cuda:0,cuda:1")
+        raise UsageError(f"device {others[0]}: this engine needs numbered GPUs, such as cuda:0,cuda:1")
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
-    if "all" in devices and len(groups) > 1:  # leave out the GPUs of an incomplete group
+    if "all" in devices and len(groups) > 1:  # drop the GPUs of an incomplete group
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
-        raise UsageError(f"{len(names)} GPUs cannot be split into groups of {gpus_each}: give a multiple of {gpus_each} GPUs")
+        raise UsageError(f"{len(names)} GPUs cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs")
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 
 
 def gpus_in_a_child() -> int:
-    """Return the number of GPUs that torch finds, in a separate process. Return 0 if /dev has no GPU.
+    """Return the number of GPUs that torch finds in a separate process, or 0 without starting one if /dev lists no GPU.
 
     Raises UsageError if the separate process fails.
     """
@@ -91,12 +93,12 @@ def gpus_in_a_child() -> int:
     counted = asked.stdout.split()
     if asked.returncode or not counted or not counted[-1].isdigit():
         said = (asked.stderr.strip().splitlines() or ["no error message"])[-1]
-        raise UsageError(f"the GPUs of this machine could not be counted ({said}): name them, such as cuda:0,cuda:1 or cpu")
+        raise UsageError(f"this machine's GPUs could not be counted ({said}); name the devices, such as cuda:0,cuda:1 or cpu")
     return int(counted[-1])
 
 
 def _visible(group: Sequence[str], count: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for these GPUs. The GPUs that this process sees may be only some of the machine's."""
+    """Return the CUDA_VISIBLE_DEVICES value for these GPUs. This process may see only some of the machine's GPUs."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
     return ",".join(names[int(name[5:])] for name in group)
@@ -104,10 +106,10 @@ def _visible(group: Sequence[str], count: int) -> str:
 
 # Memory
 #
-# A process may use the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd units
-# and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
-# glibc and Arrow keep freed memory for reuse, in an arena for each of a few dozen threads. Over many small jobs the arenas
-# grow, although their memory is not in use.
+# A process can use all of the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd
+# units and batch schedulers set such limits. If a group exceeds its limit, the kernel kills one of its processes. glibc and
+# Arrow keep freed memory for reuse, in separate arenas for up to a few dozen threads. Over many small jobs, these arenas grow
+# even though their memory is no longer in use.
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
 #: For cgroup versions 2 and 1: the file with the memory use of a group and its subgroups, and the prefix of the page cache's
@@ -119,7 +121,7 @@ def total_memory(root: Path = Path("/")) -> int:
     """Return the number of bytes of memory that this process and its workers may use together.
 
     Args:
-        root: root of the file system that has /proc and the cgroup file systems.
+        root: directory under which /proc and the cgroup file systems are mounted.
     """
     import psutil
 
@@ -127,9 +129,10 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the number of bytes that this process may still take: the machine's free memory, or less if a cgroup has a limit.
+    """Return the number of bytes that this process can still allocate.
 
-    The page cache counts as free, because the kernel drops it when memory is needed.
+    This is the machine's free memory, or less if a cgroup has a limit. The page cache counts as free, because the kernel drops
+    it when memory is needed.
 
     Args:
         root: see `total_memory`.
@@ -141,12 +144,12 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield (cgroup's folder, limit in bytes) of each memory limit of this process's cgroup and its parent cgroups."""
+    """Yield (cgroup's folder, limit in bytes) for each memory limit on this process's cgroup and its parent cgroups."""
     groups = _own_groups(root)
     for kind, mounted_group, mount_point in _memory_mounts(root):
         folder = root / mount_point.lstrip("/")
         group = PurePosixPath(groups.get(kind, "/"))
-        # In a container without a cgroup namespace, the path is that of the host, and the mount has only a part of the host's
+        # In a container without a cgroup namespace, the path is the host's path, but the mount contains only part of the host's
         # tree.
         inside = group.relative_to(mounted_group) if group.is_relative_to(mounted_group) else PurePosixPath(".")
         for place in [inside, *inside.parents]:
@@ -156,9 +159,9 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _used(group: Path) -> int | None:
-    """Return the number of bytes that a cgroup uses, without its page cache.
+    """Return the number of bytes that a cgroup uses, excluding its page cache.
 
-    Return None if its files do not state the number.
+    Return None if the cgroup's files do not contain this number.
     """
     for usage, prefix in _USAGE_FILES:
         taken = list(_limit(group / usage))
@@ -170,7 +173,7 @@ def _used(group: Path) -> int | None:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return the paths of this process's memory cgroups, with the keys "cgroup2" and "cgroup" (version 1)."""
+    """Return the paths of this process's memory cgroups, as a dict with the keys "cgroup2" and "cgroup" (version 1)."""
     found: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -182,7 +185,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, group at the top of the mount, mount point) of each cgroup file system with memory limits."""
+    """Yield (kind, group at the top of the mount, mount point) for each cgroup file system with memory limits."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
@@ -192,7 +195,7 @@ def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Decode a path of mountinfo, in which spaces and similar characters are written as octal numbers."""
+    """Decode a path from mountinfo, which escapes spaces and similar characters as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -211,7 +214,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Return unused memory to the operating system, if the C library can do so (glibc). The call takes milliseconds."""
+    """Return unused memory to the operating system if the C library supports it (glibc does). This takes milliseconds."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()
@@ -221,24 +224,24 @@ def return_freed_memory() -> None:
 
 
 # Processes
-# torch's CUDA allocator is configured to use segments that grow, instead of many segments that are too small for a large
-# tensor. torch reads this setting when a process first uses a GPU, so the variable must be set before. Progress bars and
-# notices of transformers are turned off, to keep them out of a worker's log.
+# torch's CUDA allocator is configured to use expandable segments, instead of many segments that are too small for a large
+# tensor. torch reads this setting when a process first uses a GPU, so the variable must be set before that. Progress bars and
+# notices from transformers are turned off to keep them out of workers' logs.
 
-#: Environment variables with the allocator's settings; all of torch's backends read the first.
+#: Environment variables that configure the allocator. All of torch's backends read the first one.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
 
 
 def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to an environment so that segments grow: none if the user has configured the allocator."""
+    """Return the variables that turn on expandable segments, or none if the environment already configures the allocator."""
     return {} if any(name in environment for name in _VARIABLES) else {_VARIABLES[0]: _GROWING}
 
 
 def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of `growing_segments`.
+    """Return an environment without the variables that `growing_segments` adds.
 
-    vLLM's shared memory does not work with growing segments.
+    vLLM's shared memory does not work with expandable segments.
     """
     return {name: value for name, value in environment.items() if (name, value) != (_VARIABLES[0], _GROWING)}
 
@@ -253,13 +256,13 @@ def quiet_libraries() -> None:
 
 
 def exit_reason(status: int, log: str) -> str:
-    """Return a text that says why a process ended.
+    """Return a description of why a process ended.
 
     Args:
-        status: exit status of the process. A negative status is the negated number of a signal.
+        status: exit status of the process. A negative status is a negated signal number.
         log: name of the log with the process's output.
     """
     if status < 0:
         name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
         return f"killed by {name}" + (" (perhaps out of memory)" if -status == signal.SIGKILL else "")
-    return f"the process ended with status {status}; its last messages are in {log}"
+    return f"the process exited with status {status}; its last messages are in {log}"

@@ -1,7 +1,7 @@
-"""Make the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP.
+"""Create the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP.
 
-The SDK's batch processor is not used, because it starts a thread in every forked child process, also in those that read
-untrusted data. It also waits for the collector without a time limit.
+The SDK's batch processor is not used, because it starts a thread in every forked child process, including the processes that
+read untrusted data. It also waits for the collector without a time limit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from reflogp.store.texts import shortened_without_secrets
 
-#: Maximum number of spans with the same name in a run. Further spans are only counted, in attributes of the root span.
+#: Maximum number of spans with the same name that a run sends. Further spans are only counted, in attributes of the root span.
 MOST_SPANS = 1000
-#: Maximum number of spans that wait for the collector; further spans are dropped. A run makes at most a few thousand spans.
+#: Maximum number of spans waiting to be sent to the collector; further spans are dropped. A run creates at most a few thousand
+#: spans.
 _MOST_WAITING = 8192
-#: Maximum number of spans in a request to the collector, and maximum seconds until a request with fewer spans is sent.
+#: Maximum number of spans in a request to the collector, and maximum number of seconds before a request with fewer spans is
+#: sent.
 _BATCH, _BATCH_SECONDS = 512, 1.0
 
 Attributes = Mapping[str, str | int | float | None]
 
 
 class Sender(SpanProcessor):
-    """A span processor that sends ended spans in a separate thread, so that a run does not wait for the collector."""
+    """A span processor that sends ended spans from a separate thread, so that a run does not wait for the collector."""
 
     def __init__(self) -> None:
         self._exporter = OTLPSpanExporter()
@@ -51,7 +53,7 @@ class Sender(SpanProcessor):
         threading.Thread(target=self._send, name="reflogp-traces", daemon=True).start()
 
     def begin(self, name: str, parent: str | None, stops: tuple[type[BaseException], ...], ids: Attributes) -> TracedRun:
-        """Begin a traced run; see `tracing.run_span`."""
+        """Start a traced run; see `tracing.run_span`."""
         context = None if parent is None else TraceContextTextMapPropagator().extract({"traceparent": parent})
         return TracedRun(self._tracer, self._tracer.start_span(name, context), stops, ids)
 
@@ -65,7 +67,7 @@ class Sender(SpanProcessor):
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Wait up to `seconds` until all spans that have ended are sent or dropped."""
+        """Wait up to `seconds` seconds for all ended spans to be sent or dropped."""
         with self._changed:
             self._hurrying = True
             self._changed.notify_all()
@@ -86,7 +88,7 @@ class Sender(SpanProcessor):
             self._reasons.first = ""
             try:
                 is_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
-            except Exception as error:  # older exporters raise errors of the HTTP library
+            except Exception as error:  # older exporters raise the HTTP library's errors
                 is_taken, self._reasons.first = False, self._reasons.first or str(error)
             if is_taken:
                 self._complained = False
@@ -94,7 +96,7 @@ class Sender(SpanProcessor):
                 self._complain()
 
     def _complain(self) -> None:
-        """Warn that spans are lost. The warning is repeated only after the collector has accepted spans again."""
+        """Warn that spans are lost. Do not repeat the warning until the collector has accepted spans again."""
         with self._changed:
             if self._complained:
                 return
@@ -104,7 +106,7 @@ class Sender(SpanProcessor):
 
 
 class _Reasons(logging.Filter):
-    """A filter that keeps the exporter's messages out of the log, because an unreachable collector would cause many lines.
+    """A filter that keeps the exporter's messages out of the log, because an unreachable collector would flood it.
 
     Attributes:
         first: the first message that the exporter logged about a request.
@@ -118,14 +120,14 @@ class _Reasons(logging.Filter):
 
 
 class StartedSpan:
-    """A span that has begun; see `tracing.Span`.
+    """A span that has started; see `tracing.Span`.
 
     Attributes:
         span: the SDK's span, or INVALID_SPAN for a stage that is only counted.
-        discarded: True after `discard`.
+        discarded: True after a call to `discard`.
 
     Args:
-        span: see above.
+        span: the SDK's span; see the attribute.
         started: start time of the span, in nanoseconds since 1970.
     """
 
@@ -137,7 +139,7 @@ class StartedSpan:
         self._ended = False
 
     def set(self, **attributes: str | int | float | None) -> None:
-        """Set attributes, with `reflogp.` in front of their names. Attributes that are None are not set."""
+        """Set attributes, prefixing each name with `reflogp.`. Attributes whose value is None are skipped."""
         self.span.set_attributes({f"reflogp.{name}": value for name, value in attributes.items() if value is not None})
 
     def discard(self) -> None:
@@ -145,7 +147,7 @@ class StartedSpan:
         self.discarded = True
 
     def end(self, ended: int | None = None) -> float:
-        """End the span and return its duration in seconds. If the span has ended before or was discarded, return 0."""
+        """End the span and return its duration in seconds. If the span has already ended or was discarded, return 0."""
         with self._lock:
             if self._ended or self.discarded:
                 return 0.0
@@ -159,10 +161,10 @@ class TracedRun:
     """The root span of a traced run and the spans of its stages, which may run in several threads.
 
     Args:
-        tracer: the SDK's object that makes spans.
+        tracer: the SDK's object that creates spans.
         root: the root span.
         stops: exceptions that end the run but do not count as errors.
-        ids: attributes that every span gets.
+        ids: attributes to set on every span.
 
     Attributes:
         root: the root span.
@@ -200,11 +202,11 @@ class TracedRun:
             self._close(name, stage)
 
     def record(self, name: str, started: int, ended: int, attributes: Attributes) -> None:
-        """Record a stage with this start and end time, in nanoseconds since 1970."""
+        """Record a stage with the given start and end times, in nanoseconds since 1970."""
         self._close(name, self._begin(name, attributes, started), ended)
 
     def end(self, error: BaseException | None) -> None:
-        """End the root span and the spans of stages that still run. Do nothing if the run has ended."""
+        """End the root span and the spans of stages that are still running. If the run has already ended, do nothing."""
         with self._lock:
             left, self._open = [*self._open, self.root], set()
             for name, count in (+self._counts).items():  # `+` removes names whose spans were all discarded
@@ -234,9 +236,9 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record in a span the exception that ended it.
+        """Record the exception that ended a span.
 
-        It becomes the span's status, or an attribute if the run was only stopped.
+        The exception becomes the span's status, or only an attribute if it is one of the run's `stops`.
         """
         text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):

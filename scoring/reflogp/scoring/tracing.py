@@ -1,10 +1,10 @@
 """Trace scoring runs with OpenTelemetry. `run_span` records a run as a root span, and the other functions record its stages.
 
-Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. Otherwise, and outside of a run,
-the functions of this module do nothing and do not import opentelemetry.
+Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. Otherwise, and outside a run, the
+functions in this module do nothing and do not import opentelemetry.
 
-Start each thread of a run in a copy of the context of the starting thread (contextvars.copy_context). The spans of the new
-thread then are children of the starting thread's span.
+Start each thread of a run in a copy of the parent thread's context (contextvars.copy_context). The new thread's spans are then
+children of the parent thread's span.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Maximum seconds to wait for the collector when a run or a process ends.
+#: Maximum number of seconds to wait for the collector when a run or a process ends.
 FLUSH_SECONDS = 5.0
 #: The only protocol that the `otel` extra supports.
 _PROTOCOL = "http/protobuf"
 
 
 class Span(Protocol):
-    """A span of a trace, or an object that does nothing if nothing is traced."""
+    """A span of a trace, or a no-op object when tracing is off."""
 
     def set(self, **attributes: str | int | float | None) -> None:
-        """Set attributes, with `reflogp.` in front of their names. Attributes that are None are not set."""
+        """Set attributes, prefixing each name with `reflogp.`. Attributes whose value is None are skipped."""
 
     def discard(self) -> None:
         """Do not send this span."""
@@ -61,15 +61,15 @@ def run_span(
     flush_at_end: bool = False,
     **ids: str | int | None,
 ) -> Iterator[Span]:
-    """Trace the `with` block as a run, and yield the root span. Inside of another run, yield the root span of the outer run.
+    """Trace the `with` block as a run, and yield the root span. Inside another run, yield the root span of the outer run.
 
     Args:
         name: name of the root span.
-        parent: W3C traceparent of the span that caused the run. For None, the parent is the caller's current span, if any.
+        parent: W3C traceparent of the span that caused the run. If None, the parent is the caller's current span, if any.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: True waits, at the end of the run, up to FLUSH_SECONDS until the collector has the spans. It also sends
-            the spans when SIGTERM ends the process during the run.
-        ids: attributes that every span of the run gets.
+        flush_at_end: True waits up to FLUSH_SECONDS at the end of the run for the collector to receive the spans. It also sends
+            the spans if SIGTERM ends the process during the run.
+        ids: attributes to set on every span of the run.
     """
     around = _run.get()
     if around is not None:
@@ -97,7 +97,7 @@ def run_span(
 
 @contextmanager
 def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
-    """Trace the `with` block as a stage of the run. An exception is recorded as the span's status."""
+    """Trace the `with` block as a stage of the run. If the block raises an exception, record it as the span's status."""
     run = _run.get()
     if run is None:
         yield _NO_SPAN
@@ -107,7 +107,7 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items. Record the time to make each item as a span, whose attributes `describe` returns."""
+    """Yield the items. Record the time taken to produce each item as a span with the attributes that `describe` returns."""
     iterator = iter(items)
     while True:
         with span(name) as making:
@@ -129,16 +129,16 @@ def record(name: str, seconds: float, **attributes: str | int | float | None) ->
 
 
 def flush() -> None:
-    """Wait up to FLUSH_SECONDS until all spans that have ended are sent to the collector."""
+    """Wait up to FLUSH_SECONDS for all ended spans to be sent to the collector."""
     for sender in _senders:
         if sender is not None:
             sender.flush(FLUSH_SECONDS)
 
 
 def _sender() -> Sender | None:
-    """Return the object that sends spans, or None if no collector is set or spans cannot be sent.
+    """Return the object that sends spans, or None if no collector is configured or spans cannot be sent.
 
-    Warn once if they cannot be sent.
+    Warn once if spans cannot be sent.
     """
     named = [name for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if os.environ.get(name)]
     if not named:
@@ -154,9 +154,8 @@ def _connect(named: str) -> Sender | None:
         protocol = os.environ.get(name)
         if protocol and protocol != _PROTOCOL:
             warnings.warn(
-                f"{name} is {protocol}, so no traces are sent: reflogp supports only {_PROTOCOL}; "
-                f"set {name} to {_PROTOCOL}, and "
-                f"{named} to the collector's HTTP port (4318 by default)",
+                f"{name} is {protocol}, but reflogp supports only {_PROTOCOL}, so no traces are sent; "
+                f"set {name} to {_PROTOCOL}, and point {named} to the collector's HTTP port (4318 by default)",
                 stacklevel=2,
             )
             return None
@@ -166,7 +165,7 @@ def _connect(named: str) -> Sender | None:
         from reflogp.scoring.otel import Sender
     except ImportError as error:
         warnings.warn(
-            f"{named} is set, but no traces are sent, because the otel extra is not installed: pip install 'reflogp[otel]' "
+            f"{named} is set, but no traces are sent, because the otel extra is not installed; run pip install 'reflogp[otel]' "
             f"({error})",
             stacklevel=2,
         )
@@ -180,7 +179,7 @@ def _connect(named: str) -> Sender | None:
 
 @contextmanager
 def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
-    """During the block, end and send the spans when SIGTERM is about to end the process."""
+    """If SIGTERM arrives during the block, end and send the spans before the process ends."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -202,5 +201,5 @@ def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is on_sigterm:  # else the block has set another handler
+        if signal.getsignal(signal.SIGTERM) is on_sigterm:  # otherwise, the block has installed another handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

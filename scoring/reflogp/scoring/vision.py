@@ -19,9 +19,9 @@ class VisionProcessor:
     """A model's processor, which converts texts and images into the model's inputs.
 
     Attributes:
-        processor: the processor object of transformers.
+        processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
-        tokens: makes tokens from texts and the sizes of images.
+        tokens: object that converts texts and image sizes into tokens.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """
 
@@ -32,7 +32,7 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, processor: Any, config: Any, folder: str | None = None) -> VisionProcessor | None:
-        """Return the VisionProcessor of a processor and a model's config, or None if one of them supports only text."""
+        """Return the VisionProcessor for a processor and a model's config, or None if one of them supports only text."""
         token = image_token(config)
         if getattr(processor, "image_processor", None) is None or token is None:
             return None
@@ -42,7 +42,7 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for a model. Return None if the model takes only text or the folder has only a tokenizer.
+    """Load the processor for a model. Return None if the model accepts only text or the folder has only a tokenizer.
 
     Args:
         folder: folder of the processor, which may be the model's folder.
@@ -55,10 +55,10 @@ def load_processor(
     base = resolve_model(model)
     if not (base / "config.json").is_file():
         if not (base / "adapter_config.json").is_file():
-            return None  # only a tokenizer: a server has the weights, and gets no images
+            return None  # only a tokenizer: the weights are on a server, which gets no images
         base = read_checkpoint(base).folder
     names = ("processor_config.json", "preprocessor_config.json")
-    places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder seldom has one
+    places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder rarely has these files
     found = next((place for place in places if any((place / name).is_file() for name in names)), None)
     if found is None:
         return None

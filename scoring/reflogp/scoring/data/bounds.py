@@ -1,17 +1,17 @@
 """Limit the cost of reading a dataset: a file of a few kilobytes can expand to terabytes.
 
-A service reads uploads with bounds; the command line reads without them. Three sizes are bounded: that of a row, that of a
-group that is read at once (a JSON array, a Parquet row group, an Arrow batch), and that of the dataset. These sizes are bytes
-of decoded data, not of the Python objects made from the data.
+A service reads uploads with bounds; the command line reads without them. The bounds apply to the size of a row, of a group that
+is read at once (a JSON array, a Parquet row group, an Arrow batch), and of the whole dataset. Sizes are measured in bytes of
+decoded data, not of the Python objects created from the data.
 
-Parquet files are decoded in a child process (`parquet_process`), which may take twice `group_bytes` and 64 MiB.
-The parent process holds one message of the child at a time: up to 32 MiB or one row, or up to `group_bytes` for columns of
-dictionaries and views.
+Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
+The parent process keeps one message from the child in memory at a time: up to 32 MiB or one row, or up to `group_bytes` if
+columns contain dictionaries or views.
 
 The limits do not cover the following costs, so also set a memory limit for the process:
-- Python objects: JSON and lists take up to about thirty times the bytes of their text, and a string takes up to four times.
-- While a JSON array is decoded, memory holds it twice: about twice `group_bytes`, and the Python objects in addition.
-- The window of a decompressor takes up to 128 MiB (zstd).
+- Python objects: objects from JSON and lists use up to about thirty times the size of their text, and strings up to four times.
+- A JSON array is in memory twice while it is decoded: about twice `group_bytes`, plus the Python objects.
+- The window of a decompressor uses up to 128 MiB (zstd).
 - Time: a file of many tiny pages or rows is read until `dataset_bytes` bytes have been decoded.
 """
 
@@ -44,9 +44,9 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A longer row is a bad row, or an error if the rows after it cannot be read.
-        dataset_bytes: maximum size of all files of a dataset together.
-        group_bytes: maximum size of data that is read at once: a JSON array, a Parquet row group, an Arrow batch.
+        row_bytes: maximum size of a row. A longer row is a bad row, or raises DatasetError if the rows after it cannot be read.
+        dataset_bytes: maximum total size of a dataset's files.
+        group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
 
     row_bytes: int
@@ -67,7 +67,7 @@ class Meter:
     Args:
         bounds: limits on reading; None for no limits.
         name: the dataset's name, for messages.
-        check: called whenever bytes are counted; may raise to stop.
+        check: function that is called whenever bytes are counted; may raise an error to stop.
     """
 
     def __init__(self, bounds: ReadBounds | None, name: str, check: Callable[[], None] | None = None) -> None:
@@ -79,7 +79,7 @@ class Meter:
         self._spent = 0
 
     def spend(self, size: int) -> None:
-        """Count bytes that were read. Raises DatasetError when their sum exceeds `dataset_bytes`."""
+        """Add to the count of bytes read. Raises DatasetError when the total exceeds `dataset_bytes`."""
         self.check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
@@ -94,7 +94,7 @@ def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
 
 
 def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
-    """Yield lines with their line ends. Yield None for a line longer than `row_bytes`, which is skipped in small pieces."""
+    """Yield lines with their line endings. For a line longer than `row_bytes`, skip it in small pieces and yield None."""
     most = min(row_bytes + 1, sys.maxsize)
     while line := reader.readline(most):
         if len(line) <= row_bytes:
@@ -111,12 +111,12 @@ def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray
     while chunk := reader.read(_CHUNK):
         text += chunk
         if len(text) > meter.bounds.group_bytes:
-            raise DatasetError(f"{file} is one JSON array of more than {meter.bounds.group_bytes:,} bytes; write JSON lines")
+            raise DatasetError(f"{file} is a JSON array of more than {meter.bounds.group_bytes:,} bytes; use JSON lines")
     return text
 
 
 class RecordLines(Iterator[str]):
-    """The lines of a CSV file, as input for `csv.reader`. A record with quoted line ends has several lines.
+    """The lines of a CSV file, as input for `csv.reader`. A record with quoted line breaks spans several lines.
 
     Call `next_record` after each record. A record may have at most `row_bytes` characters; `__next__` raises DatasetError for a
     longer record.
@@ -127,7 +127,7 @@ class RecordLines(Iterator[str]):
         self._most, self._taken, self._file = row_bytes, 0, file
 
     def next_record(self) -> int:
-        """Start a new record and return the number of characters of the record before it."""
+        """Start a new record and return the number of characters in the previous record."""
         taken, self._taken = self._taken, 0
         return taken
 
@@ -142,17 +142,17 @@ class RecordLines(Iterator[str]):
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (columns, decoded bytes) of each row of a batch, or (None, 0) for a row that is longer than `row_bytes`.
+    """Yield (columns, decoded bytes) for each row of a batch, or (None, 0) for a row that is longer than `row_bytes`.
 
-    The sizes of rows are computed before decoding, because a small batch with dictionaries, runs of nulls or views can decode
-    to huge rows.
+    Row sizes are computed before decoding, because a small batch with dictionaries, runs of nulls or views can decode to huge
+    rows.
     """
     for start in range(0, batch.num_rows, BATCH_ROWS):
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
 
 
 class _Counted(io.RawIOBase):
-    """A stream that counts its bytes while they are read."""
+    """A stream that counts the bytes that are read from it."""
 
     def __init__(self, stream: pa.NativeFile, meter: Meter) -> None:
         self._stream, self._meter = stream, meter
@@ -168,7 +168,7 @@ class _Counted(io.RawIOBase):
 
 def group_too_large(file: Path, size: int, bounds: ReadBounds) -> DatasetError:
     return DatasetError(
-        f"{file} must be read in groups of {size:,} bytes, more than {bounds.group_bytes:,}; write smaller groups"
+        f"{file} must be read in groups of {size:,} bytes, but the limit is {bounds.group_bytes:,}; write smaller groups"
     )
 
 
@@ -190,7 +190,7 @@ def _measured(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, A
 
 
 def _decoded_bytes(array: pa.Array) -> int:
-    """Estimate the bytes of an array's values after decoding. Raises DatasetError for an unsupported type."""
+    """Estimate how many bytes an array's values take after decoding. Raises DatasetError for an unsupported type."""
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
         return _decoded_bytes(array.storage)
@@ -235,20 +235,20 @@ def _lengths(array: pa.Array) -> pa.Array:
     """Return the length of each string in bytes, as int64; the length of a null is null."""
     if not _is_view(array.type):
         return pc.binary_length(array).cast(pa.int64())
-    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view is 16 bytes, beginning with the length
+    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view is 16 bytes, starting with the length
     lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     return pa.array(lengths, mask=np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
 
 
 # Arrow files
 #
-# Each message states the size of its content. This size is checked before a batch is decoded. It is read from the message's
-# flatbuffer (github.com/google/flatbuffers, internals) without decoding the whole buffer. A damaged flatbuffer raises
+# Each message states the size of its content. This size is checked before a batch is decoded. The size is read from the
+# message's flatbuffer (github.com/google/flatbuffers, internals) without decoding the whole buffer. A damaged flatbuffer raises
 # struct.error or IndexError.
 
 
 def place(data: bytes, at: int) -> int:
-    """Return the target offset of a flatbuffer's forward reference."""
+    """Return the offset that a forward reference in a flatbuffer points to."""
     return at + int(struct.unpack_from("<I", data, at)[0])
 
 
@@ -277,11 +277,11 @@ _HEADER, _BUFFERS, _COMPRESSION, _DATA_OF_DICTIONARY = 2, 2, 3, 1
 def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of an Arrow IPC file or stream.
 
-    A file is read like a stream, which begins after the first eight bytes. The file's footer is not used, because a damaged or
+    A file is read like a stream that starts after the first eight bytes. The file's footer is not used, because a damaged or
     malicious footer could point anywhere.
 
-    Raises DatasetError if a batch, or all dictionaries together, are larger than `group_bytes` after decompression, and if a
-    message is damaged or has an unsupported type.
+    Raises DatasetError if a batch, or all dictionaries together, exceed `group_bytes` after decompression, or if a message is
+    damaged or has an unsupported type.
     """
     with pa.memory_map(str(file)) as source:
         start = 8 if source.read(6) == b"ARROW1" else 0
@@ -294,7 +294,7 @@ def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
                 raise group_too_large(file, max(size, dictionaries), meter.bounds)
         source.seek(start)
         for batch in pa.ipc.open_stream(source):
-            batch.validate(full=True)  # without this check, wrong offsets could expose other memory of this process
+            batch.validate(full=True)  # without this check, invalid offsets could expose other memory of this process
             yield batch
 
 

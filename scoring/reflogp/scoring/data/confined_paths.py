@@ -1,10 +1,10 @@
-"""Open dataset files below a root folder once, and use the same open files for hashing and for reading.
+"""Open each dataset file below a root folder once, and use the same open file for hashing and for reading.
 
-Every part of a path is opened relative to the folder before it, and this module follows symbolic links itself. So a user who
-may write below the root cannot make a reader open files outside the root. Content is read through the open files. Before
-reading, its digest is compared with the expected digest; after reading, the identity of each file is compared. A copy of the
-dataset would be as safe, but would take disk space and time. Formats with random access, such as Parquet, cannot be hashed
-while they are read.
+Each component of a path is opened relative to its parent folder, and this module follows symbolic links itself. A user who can
+write below the root therefore cannot make a reader open files outside the root. Content is read through the open files. Before
+reading, the content's digest is compared with the expected digest. After reading, each file is checked for changes. Copying the
+dataset would be just as safe, but would take disk space and time. Formats with random access, such as Parquet, cannot be hashed
+while they are being read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from reflogp.store import ContentMismatchError, FileChangedError
 from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
 from reflogp.store.texts import shortened
 
-#: Maximum number of entries of a dataset folder; a folder with more entries is refused.
+#: Maximum number of entries in a dataset folder; a folder with more entries is rejected.
 MOST_ENTRIES = 10_000
 #: Maximum number of symbolic links in one path; the kernel has the same limit.
 _MOST_LINKS = 40
-#: Maximum number of characters, and of parts, of an image's path. Each folder of the path is opened for a short time.
+#: Maximum numbers of characters and of components in an image's path. Each folder in the path is opened briefly.
 _LONGEST_PATH, _MOST_PARTS = 4096, 256
-#: Maximum number of files that are open at the same time when files are hashed and not read.
+#: Maximum number of files that are open at the same time while files are only hashed.
 _TOGETHER = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -43,8 +43,8 @@ class PathError(DatasetError):
     """A path that is not a usable dataset.
 
     Attributes:
-        kind: "outside" if the path leads outside the root; "hidden" if a part of the path begins with a dot; "missing" if the
-            file does not exist or cannot be read; "unusable" if the file or folder exists but is not a dataset.
+        kind: "outside" if the path leads outside the root; "hidden" if a component of the path starts with a dot; "missing" if
+            the file does not exist or cannot be read; "unusable" if the file or folder exists but is not a dataset.
         next_step: advice for the caller.
     """
 
@@ -59,8 +59,8 @@ class Found:
     """A file or folder below a root.
 
     Attributes:
-        descriptor: descriptor of the open file or folder.
-        path: path of the file or folder, without links.
+        descriptor: file descriptor of the open file or folder.
+        path: path of the file or folder, with all symbolic links resolved.
     """
 
     descriptor: int
@@ -71,13 +71,13 @@ class Found:
 
 
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
-    """Return (path without links, digest of the content) of a dataset below a root.
+    """Return (path with links resolved, digest of the content) for a dataset below a root.
 
-    A file's digest is its sha256. A folder's digest is the blake2b of the relative names and sha256 of its dataset files.
-    Hidden files and files with other suffixes are left out, because they are not read.
+    A file's digest is its sha256. A folder's digest is a blake2b digest of the relative name and sha256 of each of its dataset
+    files. Hidden files and files with other suffixes are ignored, because they are not read.
 
     Raises:
-        PathError: the path leaves the root, does not exist, or is not a dataset.
+        PathError: the path leads outside the root, does not exist, or is not a dataset.
         FileChangedError: a file is being written to.
     """
     with _opened(root, parts) as found:
@@ -92,17 +92,17 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """The open files of a dataset, whose content has the expected digest; a context manager that closes them.
+    """The open files of a dataset whose content has the expected digest. As a context manager, it closes the files.
 
     Args:
         root: folder that the path must not leave.
-        parts: parts of the dataset's path below the root.
+        parts: components of the dataset's path below the root.
         digest: expected digest of the content.
         may_change: True if other users may write below the root. False for a service's own folder, where a file is replaced
-            only by a file of equal content.
+            only by a file with the same content.
 
     Attributes:
-        path: the dataset's path without links.
+        path: the dataset's path, with all symbolic links resolved.
 
     Raises:
         PathError: see `digest_below`.
@@ -118,7 +118,7 @@ class OpenDataset:
             self.path = found.path
             _allow_many_files()
             self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # A file in the service's own folder gets new timestamps at each upload, so only its content is compared.
+            # A file in the service's own folder gets new timestamps with each upload, so only its content is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
                 raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit the job again")
@@ -147,18 +147,18 @@ class OpenDataset:
             if self._may_change:
                 file.check(by_path=self._by_path)
             elif os.fstat(file.descriptor).st_size != file.identity.size:
-                raise FileChangedError(f"{file.path} was written to while it was read; submit the job again")
+                raise FileChangedError(f"{file.path} was written to while it was being read; submit the job again")
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens an image that a dataset's row names, and returns the descriptor of the open file.
+    """Return a function that opens an image named by a row of a dataset, and returns the file descriptor.
 
-    Relative paths start at the dataset's folder. The function raises RowError for a path that leads out of the root, has a
-    hidden part or cannot be read.
+    Relative paths start at the dataset's folder. The function raises RowError for a path that leads outside the root, has a
+    hidden component or cannot be read.
 
     Args:
         root: folder that paths must not leave.
-        dataset: the dataset's file or folder, without links.
+        dataset: path of the dataset's file or folder, with all symbolic links resolved.
     """
     start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
 
@@ -200,7 +200,7 @@ def _digest(found: Found, digests: dict[str, str]) -> str:
     if not found.is_folder():
         return next(iter(digests.values()))
     if not digests:
-        raise PathError("unusable", "the folder has no dataset files", f"files end in {SUFFIXES_IN_WORDS}")
+        raise PathError("unusable", "the folder has no dataset files", f"dataset files end in {SUFFIXES_IN_WORDS}")
     return folder_digest(digests)
 
 
@@ -227,7 +227,7 @@ def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
 
 
 def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open the file or folder at the path `parts`, which begins at the folder `start` below `root`. Raises PathError."""
+    """Open the file or folder at the path `parts`, relative to the folder `start` below `root`. Raises PathError."""
     try:
         opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except OSError as error:
@@ -237,15 +237,15 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
     try:
         while pending:
             part = pending.popleft()
-            if part == "..":  # comes from a link's target, because requested paths contain no ".."
+            if part == "..":  # from a link's target or an image's path: requested paths contain no ".."
                 if not names:
                     raise _outside()
                 names.pop()
                 os.close(opened.pop())
                 continue
             if part.startswith("."):
-                text = "the path has a hidden part"
-                raise PathError("hidden", text, "move the dataset to a folder and a name without a leading dot")
+                text = "the path contains a hidden file or folder"
+                raise PathError("hidden", text, "move the dataset to a path in which no name starts with a dot")
             try:
                 mode = os.stat(part, dir_fd=opened[-1], follow_symlinks=False).st_mode
                 if stat.S_ISLNK(mode):
@@ -259,7 +259,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
             if stat.S_ISLNK(mode):
                 links += 1
                 if links > _MOST_LINKS:
-                    raise PathError("unusable", "the path has too many links", "give the path that the links lead to")
+                    raise PathError("unusable", "the path has too many symbolic links", "use the path that the links lead to")
                 if target.is_absolute():
                     if not target.is_relative_to(root):
                         raise _outside()
@@ -272,7 +272,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
                 if pending:
                     raise _missing()
                 text = "the path is neither a file nor a folder"
-                raise PathError("unusable", text, "give the path of a dataset file or of a folder of such files")
+                raise PathError("unusable", text, "use the path of a dataset file or of a folder with dataset files")
         return Found(opened.pop(), root.joinpath(*names))
     finally:
         for descriptor in opened:
@@ -280,14 +280,14 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 
 
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
-    """Yield (relative name, open file) of every dataset file. The caller closes the files.
+    """Yield (relative name, open file) for every dataset file. The caller closes the files.
 
-    Raises PathError if an entry of a folder leads out of the root or is neither a file nor a folder, if a folder has too many
+    Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if a folder has too many
     entries, or if `found` is a file with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:
-            raise PathError("unusable", "the file's type is unknown", f"files end in {SUFFIXES_IN_WORDS}")
+            raise PathError("unusable", "the file type is unknown", f"dataset files end in {SUFFIXES_IN_WORDS}")
         yield found.path.name, _open_file(Found(os.dup(found.descriptor), found.path))
         return
     seen, entries = {found.path}, 0
@@ -297,7 +297,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
         inside = folder.relative_to(root).parts
         at = _walk(root, inside, ())
         try:
-            names = os.listdir(at.descriptor)  # noqa: PTH208 (the folder's path may lead to another folder now)
+            names = os.listdir(at.descriptor)  # noqa: PTH208 (the folder's path may lead to a different folder by now)
         except OSError as error:
             raise _missing() from error
         finally:
@@ -306,7 +306,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
             entries += 1
             if entries > most_entries:
                 text = f"the folder has more than {most_entries:,} entries"
-                raise PathError("unusable", text, "write fewer and larger files")
+                raise PathError("unusable", text, "use fewer, larger files")
             entry = _entry(root, inside, name)
             if entry is None:
                 continue
@@ -333,7 +333,7 @@ def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
     if name.startswith(".") and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         return None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-        raise PathError("unusable", "the folder contains something that is neither a file nor a folder", "remove it")
+        raise PathError("unusable", "the folder contains something that is neither a file nor a folder", "remove that entry")
     return _walk(root, folder, (name,))
 
 
@@ -354,7 +354,7 @@ def _missing() -> PathError:
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard limit. All files of a dataset are open at the same time."""
+    """Raise the soft limit on open files to the hard limit, because all files of a dataset are open at the same time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Run functions in forked child processes that have a memory limit and that the parent process can kill at any moment.
+"""Run functions in forked child processes that have a memory limit and that the parent process can kill at any time.
 
-A child inherits its parent's memory, so the child starts in milliseconds. The child closes every inherited file except a socket
-to its parent, standard error, and the files in `files`. On Linux, RLIMIT_AS limits the child's memory. When the machine's
-memory is exhausted, the kernel kills the child before other processes. A child that crashes writes no core dump.
+A child inherits its parent's memory and therefore starts within milliseconds. The child closes every inherited file except a
+socket to its parent, standard error, and the files in `files`. On Linux, RLIMIT_AS limits the child's memory. When the
+machine's memory is exhausted, the kernel kills the child before other processes. A child that crashes writes no core dump.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import psutil
 from reflogp.store import ReflogpError
 from reflogp.store.texts import shortened
 
-#: Maximum seconds to wait for a child between two calls of the caller's `check`.
+#: Maximum number of seconds to wait for a child between two calls to the caller's `check`.
 POLL_SECONDS = 0.1
-#: A child that uses no processor time for this many times its time limit is killed. It may be waiting for a lock or a network.
+#: A child that uses no processor time for this many times its time limit is killed. Such a child may be waiting for a lock or
+#: for the network.
 STILL = 6
 #: File descriptor of the socket in a child; the descriptors of `files` follow this one.
 SOCKET = 3
@@ -42,9 +43,9 @@ class ConfinedProcess:
     """A forked child process, and the parent's end of a socket between the two processes.
 
     Args:
-        work: called in the child. When it ends, the child exits with status 0, with OUT_OF_MEMORY after a MemoryError, or with
-            1 after another exception.
-        memory: bytes that the child may take in addition to the address space that it inherits.
+        work: function that is called in the child. When it returns, the child exits with status 0. After a MemoryError, the
+            status is OUT_OF_MEMORY; after any other exception, it is 1.
+        memory: bytes of memory that the child may use in addition to the address space that it inherits.
         files: file descriptors that the child keeps; they become SOCKET + 1, SOCKET + 2 and so on.
 
     Attributes:
@@ -62,18 +63,19 @@ class ConfinedProcess:
         self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
         done = False
-        waiting = threading.Lock()  # not an Event: Ctrl-C during `wait` releases a lock of others
+        # This is not an Event, because Ctrl-C during Event.wait releases a lock that others hold.
+        waiting = threading.Lock()
         waiting.acquire()
 
         def fork() -> None:
             nonlocal done
-            # Handlers of the parent must not run in the child before it restores the defaults.
+            # The parent's signal handlers must not run in the child before the child restores the defaults.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 self.pid = os.fork()
                 if self.pid == 0:
                     _run(work, memory, (theirs.fileno(), *files))
-                # After Ctrl-C the caller may never get this object. The child then ends when the object is deleted.
+                # After Ctrl-C, the caller may never get this object. The child is then killed when the object is deleted.
                 self._forgotten = weakref.finalize(self, _kill_own_child, self.pid, os.getpid())
             except OSError as error:
                 failed.append(error)
@@ -101,14 +103,14 @@ class ConfinedProcess:
         if failed:
             self.socket.close()
             reason = getattr(failed[0], "strerror", None) or failed[0]
-            raise ReflogpError(f"the machine cannot start a process to read or tokenise data: {reason}") from failed[0]
+            raise ReflogpError(f"cannot start a process to read or tokenise data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Restart the clock that measures how long the child has made no progress."""
+        """Reset the timer that measures how long the child has made no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if it has used no processor time for `seconds` and `progress` has not changed meanwhile.
+        """Kill the child if it has used no processor time and `progress` has not changed for `seconds` seconds.
 
         Time during which this process did not run, for example on a suspended machine, does not count.
         """
@@ -127,14 +129,14 @@ class ConfinedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the child and return its exit status; a negative status is the negated number of a signal.
+        """Kill the child and return its exit status; a negative status is a negated signal number.
 
         Later calls return the same status.
         """
         if self._status is None:
             self.socket.close()
             try:
-                # A child that has already ended keeps its own exit status.
+                # A child that has already exited keeps its own exit status.
                 os.kill(self.pid, signal.SIGKILL)
                 self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except (ProcessLookupError, ChildProcessError):
@@ -145,7 +147,7 @@ class ConfinedProcess:
 
 
 def _kill_own_child(pid: int, parent: int) -> None:
-    """Kill a child that was not ended before, and wait until it has exited. Do nothing in a fork of its parent."""
+    """Kill a child that was not ended explicitly, and wait for it to exit. Do nothing in a fork of the child's parent."""
     if os.getpid() == parent:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -172,7 +174,7 @@ def _run(work: Callable[[], None], memory: int, files: Sequence[int]) -> NoRetur
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:
-        os.write(2, f"reflogp: a child process ended: {shortened(repr(error))}\n".encode("utf-8", "replace"))
+        os.write(2, f"reflogp: a child process failed: {shortened(repr(error))}\n".encode("utf-8", "replace"))
     finally:
         os._exit(1)
 
@@ -182,7 +184,7 @@ def _confine(memory: int, files: Sequence[int]) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) or number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends this child
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this child
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.freeze()  # a garbage collection would copy every page that is shared with the parent
     end = SOCKET + len(files)

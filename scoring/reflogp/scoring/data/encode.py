@@ -1,10 +1,10 @@
 """Encode examples as token ids in the same way as TRL.
 
-The rules are those of TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added only
-to completions in plain text. The prompt and the prompt followed by the completion are tokenised separately, and the completion
-begins at the first token that differs. In a pair, both completions begin at the earlier of their two first differences. This
-module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls this module in a process
-that can be killed.
+The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
+only to plain-text completions. The prompt alone and the prompt followed by the completion are tokenised separately, and the
+completion starts at the first token that differs between the two results. In a pair, both completions start at the earlier of
+their two positions. This module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls
+this module in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return (prompt_ids, completions) of each example, encoded as TRL does, or the example's error."""
+    """Return (prompt_ids, completions) for each example, encoded as in TRL, or the example's error."""
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
@@ -36,7 +36,7 @@ def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBas
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return the token ids of examples that `render` rendered. An example's error is returned unchanged."""
+    """Return the token ids of examples that `render` rendered. Errors are returned unchanged."""
     flat = [text for parts in rendered if not isinstance(parts, RowError) for text in parts]
     encoded = iter(_encode(flat, tokenizer))
     outcome: list[Tokens | RowError] = []
@@ -52,7 +52,7 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
 
 
 def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
-    """Return the number of elements (tokens or characters) at the start that two lists or texts share."""
+    """Return the length of the common prefix of two lists or texts, in tokens or characters."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -61,7 +61,7 @@ def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode, with or without the tokenizer's special tokens before and after the text."""
+    """A text to encode, with or without adding the tokenizer's special tokens before and after the text."""
 
     text: str
     special_tokens: bool
@@ -84,7 +84,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         eos = tokenizer.eos_token
         if eos is None:
             raise TokenizerError(
-                "the tokenizer has no EOS token, which ends a plain-text completion (as TRL does); set eos_token in its "
+                "the tokenizer has no EOS token, but plain-text completions must end with one, as in TRL; set eos_token in its "
                 "tokenizer_config.json, or use conversational data"
             )
         ended = [c if c.endswith(eos) else c + eos for c in example.completions]
@@ -99,14 +99,14 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ]
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program, whose exceptions are errors of the row
+    except Exception as error:  # a template is a program; its exceptions are errors in the row
         raise RowError(f"the chat template fails for this row: {first_line(error)}") from error
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer renders templates with the code of transformers.
+    """Return True if the tokenizer renders templates with transformers' own code.
 
-    Texts can then be rendered first and encoded together, with the same token ids.
+    Texts can then be rendered first and encoded together, which gives the same token ids.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

@@ -1,9 +1,9 @@
-"""Find the files of one split of a dataset repository of the Hugging Face Hub, as `datasets` finds them.
+"""Find the files of one split of a dataset repository on the Hugging Face Hub, in the same way as `datasets`.
 
 `datasets` runs in a separate process (`python -m` with this module), which reads the repository's metadata but no data. The
-process has an empty working folder and empty caches. So it cannot use a local folder with the dataset's name, or an older copy,
-instead of the dataset. The metadata may name any file, so names that lead out of the repository are refused before `datasets`
-looks for these files.
+process has an empty working folder and empty caches. Therefore, it cannot use a local folder with the dataset's name, or an
+older copy, instead of the dataset. The metadata may name any file, so names that lead outside the repository are rejected
+before `datasets` looks for the files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from reflogp.store.hub import HubFile, HubPlace, told
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 
-#: Files of a repository that hold metadata, and the maximum size of README.md in bytes.
+#: Files of a repository that contain metadata, and the maximum size of README.md in bytes.
 _CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
-#: Fields of a config of `datasets` that do not change how its files are read.
+#: Fields of a `datasets` config that do not affect how files are read.
 _PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
-#: Limits of the process: seconds of processor time, and bytes of memory in addition to the memory that its libraries take.
+#: Limits for the process: seconds of processor time, and bytes of memory in addition to the memory that its libraries use.
 _CPU_SECONDS, _MEMORY = 300, 2 << 30
 
 
@@ -42,8 +42,8 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
     Args:
         place: repository and revision.
         config: a config (subset) of the dataset; None for its default.
-        split: name of a split.
-        check: called a few times a second; may raise to stop.
+        split: name of the split.
+        check: function that is called a few times a second; may raise an error to stop.
 
     Raises:
         DatasetError: the dataset, the config or the split does not exist, or the files cannot be read.
@@ -62,7 +62,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
                 process.kill()
     if answer is None:
         raise DatasetError(
-            f"{place}: the process that read the metadata ended with status {process.returncode}: it may have taken too much "
+            f"{place}: the process that read the metadata exited with status {process.returncode}; it may have used too much "
             "memory or time"
         )
     if "problem" in answer:
@@ -71,7 +71,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
 
 
 def _answer(process: subprocess.Popen[str], asked: str | None, check: Callable[[], None]) -> dict[str, Any] | None:
-    """Send a request to the process and return its answer, or None if the process failed or ended without an answer."""
+    """Send a request to the process and return its answer, or None if the process failed or exited without an answer."""
     while True:
         check()
         try:
@@ -93,7 +93,7 @@ def _main() -> None:
     place = HubPlace(repository, revision)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
-        import datasets  # noqa: F401 (its memory is not counted)
+        import datasets  # noqa: F401 (imported now, so that its memory does not count toward the limit)
 
         _limit_memory()
         commit, names = _commit_and_names(place)
@@ -134,9 +134,9 @@ def _check_card(card: HubFile) -> None:
     size, pieces = card.read(_MOST_CARD)
     if size > _MOST_CARD:
         raise DatasetError(f"{_CARD} is longer than {_MOST_CARD:,} bytes")
-    try:  # as `datasets` reads it
+    try:  # parsed in the same way as by `datasets`
         configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
-    except Exception as error:  # the YAML parser and the checks of fields raise many types of exceptions
+    except Exception as error:  # the YAML parser and the field checks raise many types of exceptions
         raise DatasetError(f"the metadata in {_CARD} cannot be read: {shortened(sentence(error))}") from error
     for config in configs if isinstance(configs, list) else []:
         for text in _texts([config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else [config]):
@@ -169,8 +169,8 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
     names = [field.name for field in fields(plain) if field.name not in _PLACES]
     if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
         raise DatasetError(
-            f"the metadata sets {', '.join(options)} for `datasets`, which is not supported: score it with `reflogp score`, or "
-            "upload it as Parquet"
+            f"the metadata sets {', '.join(options)} for `datasets`, which is not supported: score the dataset with "
+            "`reflogp score`, or upload it as Parquet"
         )
     paths = [_path(str(url), place) for url in splits[split]]
     if len(paths) > MOST_ENTRIES:

@@ -1,8 +1,8 @@
 """Check the size of untrusted images before decoding, and decode them in child processes with limits on memory and time.
 
-A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. So each image is
-first decoded in a forked child process, which returns a digest of the pixels. Later the engine's process decodes the same
-bytes.
+A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. Therefore, each image
+is first decoded in a forked child process, which returns a digest of the pixels. Later, the engine's process decodes the same
+bytes again.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from reflogp.store.texts import first_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum number of pixels of an image.
+#: Maximum number of pixels in an image.
 MAX_PIXELS = 89_478_485
-#: Formats that are decoded if the installed Pillow supports them. Pillow's decoders for other formats start programs or are
-#: seldom used.
+#: Formats that are decoded if the installed version of Pillow supports them. Pillow's decoders for other formats start external
+#: programs or are rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
-#: Limits of a child process: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes
-#: 1.1 GB.
+#: Limits for a child process: seconds of processor time for one image, and bytes of memory. Decoding the largest progressive
+#: JPEG takes 1.1 GB.
 SECONDS, _MEMORY = 10.0, 2 << 30
 _TOO_MUCH_MEMORY = "decoding the image takes too much memory"
 _LENGTH = struct.Struct("<Q")
 
 
 class ImageDecoder:
-    """A pool of child processes that identify images; a context manager. Several threads may use the pool at the same time.
+    """A thread-safe pool of child processes that identify images, used as a context manager.
 
     Attributes:
         children: maximum number of child processes: one for each core, or fewer on a machine with little memory.
@@ -67,7 +67,7 @@ class ImageDecoder:
         with self._lock:
             self._closed = True
             for child in self._started:
-                os.kill(child.pid, signal.SIGKILL)  # ends the wait of its thread, which then calls `end`
+                os.kill(child.pid, signal.SIGKILL)  # wakes the thread that waits for the child and then calls `end`
         with suppress(queue.Empty):
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
@@ -76,12 +76,12 @@ class ImageDecoder:
             self._idle.put(None)  # a thread that waits for a child wakes up and gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
-        """Return (pixel_digest, kind, seconds of processor time) of an encoded image.
+        """Return (pixel_digest, kind, seconds of processor time) for an encoded image.
 
-        Raises RowError if the data is damaged or is not an image, and if the image has too many pixels or takes too much memory
+        Raises RowError if the data is damaged or is not an image, or if the image has too many pixels or takes too much memory
         or processor time to decode.
         """
-        _formats()  # loads the decoders before the fork, so that the children need not load them
+        _formats()  # loads the decoders before the fork, so that children do not have to load them
         child, answer = self._idle.get(), None
         try:
             for last in (False, True):
@@ -89,7 +89,7 @@ class ImageDecoder:
                     child = self._begin()
                 try:
                     answer = child.ask(data)
-                except BaseException:  # the child's next answer would be about this image
+                except BaseException:  # the child's next answer would still be about this image
                     self._end(child)
                     child = None
                     raise
@@ -103,7 +103,7 @@ class ImageDecoder:
                     raise RowError(_TOO_MUCH_MEMORY)
                 if last or self._closed:
                     name = signal.Signals(-status).name if status < 0 else f"status {status}"
-                    raise RowError(f"decoding the image ended its process ({name})")
+                    raise RowError(f"the process crashed while decoding the image ({name})")
         finally:
             self._idle.put(child)
         assert answer is not None
@@ -131,7 +131,7 @@ class _Child(ConfinedProcess):
     """A child that identifies one image at a time."""
 
     def ask(self, data: bytes) -> bytes | None:
-        """Send an encoded image to the child and return its answer, or None if the child has ended."""
+        """Send an encoded image to the child and return its answer, or None if the child has exited."""
         self.stir()
         self.socket.settimeout(POLL_SECONDS)
         try:
@@ -172,7 +172,7 @@ def _work() -> None:
     stream = parent.makefile("rwb")
     while size := stream.read(_LENGTH.size):
         data = stream.read(*_LENGTH.unpack(size))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process even if a library is running
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process even while library code runs
         answer = json.dumps(_identified(data)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         stream.write(_LENGTH.pack(len(answer)) + answer)
@@ -211,7 +211,7 @@ def decoded(data: bytes) -> Image:
 
     try:
         image: Image = pillow.open(io.BytesIO(data), formats=_formats())
-        require_pixels("it", image.size)
+        require_pixels("the image", image.size)
         image.load()
         if image.getexif().get(ExifTags.Base.Orientation) is not None:
             image = ImageOps.exif_transpose(image)
@@ -230,6 +230,6 @@ def decoded(data: bytes) -> Image:
 def require_pixels(name: str, size: tuple[int, int]) -> None:
     width, height = size
     if width * height > MAX_PIXELS:
-        raise RowError(f"{name} has {width} × {height} pixels, and at most {MAX_PIXELS:,} are allowed")
+        raise RowError(f"{name} has {width} × {height} pixels, but at most {MAX_PIXELS:,} are allowed")
     if width < 1 or height < 1:
-        raise RowError(f"{name} has {width} × {height} pixels")
+        raise RowError(f"{name} has no pixels ({width} × {height})")

@@ -1,9 +1,9 @@
 """Tokenise rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
 
-The rules are those of TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a list of
-parts. The images go to the front of the first user message, unless parts of type image give other places. The chat template is
-rendered. Prompt and completions are tokenised separately, without special tokens. Plain text is used unchanged, without an EOS
-token. This module does not import trl.
+The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
+list of parts. Images are inserted at the start of the first user message, unless parts of type image specify other positions.
+The chat template is rendered. The prompt and the completions are tokenised separately, without special tokens. Plain text is
+used unchanged, without an EOS token. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], tokens: ImageTokens) -> Tokens:
-    """Return (prompt_ids, (chosen_ids, rejected_ids)) of a pair with images.
+    """Return (prompt_ids, (chosen_ids, rejected_ids)) for a pair with images.
 
     Args:
         columns: the row's text columns.
-        images: (hexadecimal pixel_digest, kind) of each of the row's images, in order.
-        tokens: converts texts with images into the model's tokens.
+        images: (hexadecimal pixel_digest, kind) for each image in the row, in order.
+        tokens: object that converts texts with images into the model's tokens.
 
     Raises RowError if the row is not a pair with a prompt, if its images do not match its placeholders, or if a template or
-    processor fails for it.
+    processor fails for the row.
     """
     if "prompt" not in columns:
         raise RowError("a pair with images needs a prompt column")
@@ -53,7 +53,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 def prepare_child() -> None:
     """Make torch usable in a forked process, for image processors that use torch.
 
-    torch must not wait for the threads of its parent's pool, which do not exist in the fork.
+    torch must not wait for the threads of the parent's thread pool, which do not exist in the fork.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -67,7 +67,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
     completions = [with_image_parts(messages, 0) for messages in example.completions]
     last = prompt[-1]["role"]
     if last not in ("user", "tool", "assistant"):
-        raise RowError(f"the prompt's last message has the role {last!r}")
+        raise RowError(f"the prompt's last message has the role {last!r}; expected user, assistant or tool")
     render: Callable[..., str] = processor.apply_chat_template
     kwargs = {name: value for name, value in example.template_kwargs.items() if name != "tools"}
     continued = {"continue_final_message": last == "assistant", "add_generation_prompt": last != "assistant"}
@@ -80,10 +80,10 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 
 
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages whose content is a list of parts, with `images` parts of type image among them.
+    """Return the messages with their content as lists of parts, which include `images` parts of type image.
 
-    If the content of the first user message is text, the parts are inserted at its front. Otherwise the messages must already
-    contain the parts.
+    If the content of the first user message is text, the image parts are inserted before the text. Otherwise, the messages must
+    already contain the image parts.
 
     Raises RowError if the messages contain more or fewer parts of type image, if a role is unknown, or if a part contains an
     image.
@@ -93,7 +93,7 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
     for message in messages:
         role, content = message["role"], message.get("content")
         if role not in _ROLES:
-            raise RowError(f"a message has the role {role!r}")
+            raise RowError(f"a message has the unknown role {role!r}")
         if isinstance(content, str):
             first = role == "user" and not placed
             parts = [{"type": "image"}] * images if first else []
@@ -108,12 +108,12 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
         if isinstance(part, dict) and part.get("type") == "image"
     ]
     if any(part.get("image") is not None for part in parts):
-        raise RowError("a content part contains an image; put the images into a column named images")
+        raise RowError("a content part contains an image; put the images in a column named images")
     if len(parts) != images:
-        raise RowError(f"the row has {images} images, but its messages have {len(parts)} places for images")
+        raise RowError(f"the row has {images} images, but its messages have placeholders for {len(parts)}")
     other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
     if other is not None:
-        raise RowError(f"the row holds {other}; only text and images can be scored")
+        raise RowError(f"the row contains {other}, but only text and images can be scored")
     return found
 
 

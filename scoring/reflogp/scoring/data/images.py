@@ -1,7 +1,7 @@
-"""Open the images of a row (bytes, files, data URIs or decoded pictures) within limits, and identify each image by its pixels.
+"""Open a row's images (bytes, files, data URIs or decoded images) within limits, and identify each image by its pixels.
 
-Images are read as `datasets` and TRL read them: the first frame is used, rotated as its EXIF orientation says, in the mode of
-the file.
+Images are read in the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF
+orientation, and the file's mode is kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from reflogp.store.images import IMAGE_COLUMNS, Kind, kind_of_image, pixel_diges
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum number of images of a row, and of bytes of an encoded image.
+#: Maximum number of images in a row, and maximum number of bytes in an encoded image.
 MAX_IMAGES, MAX_BYTES = 64, 64 << 20
-#: Limits of all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding them.
+#: Limits for all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding.
 MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
-#: Digests of images that take more seconds to decode are not cached, so that a row with too many such images exceeds
-#: ROW_SECONDS in later runs too.
+#: Digests of images that take at least this many seconds to decode are not cached, so that a row with too many such images also
+#: exceeds ROW_SECONDS in later runs.
 _SLOW_SECONDS = 0.5
-#: A function that opens the file that a row names, and returns the file's descriptor. It raises OSError, ValueError or
-#: RowError.
+#: A function that opens a file named by a row and returns the file descriptor. It raises OSError, ValueError or RowError.
 OpenFile = Callable[[str], int]
 #: Seconds between two calls of `check`.
 _POLL_SECONDS = 0.1
@@ -42,12 +41,12 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class RowImage:
-    """An identified image of a row. Its decoded pixels are kept in memory only if the dataset holds a decoded picture.
+    """An image of a row, identified by its pixels. Decoded pixels are kept in memory only if the dataset has a decoded image.
 
     Attributes:
         digest: see `pixel_digest`.
         kind: size and mode of the image.
-        source: the encoded bytes, the image's file, or the decoded picture that the dataset holds.
+        source: the encoded bytes, the image's file, or the decoded image from the dataset.
     """
 
     digest: bytes
@@ -63,18 +62,18 @@ class RowImage:
 
     @property
     def held(self) -> int:
-        """Approximate number of bytes that the image takes in memory."""
+        """Approximate number of bytes of memory that the image occupies."""
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Return the decoded image. Raises RowError if the image's file has been changed."""
+        """Return the decoded image. Raises RowError if the image's file has changed."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
         """Return the content of an image file that decodes to the same pixels.
 
-        Raises RowError if no format can hold the image unchanged.
+        Raises RowError if no file format can store the image without loss.
         """
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         if isinstance(source, bytes):
@@ -85,15 +84,15 @@ class RowImage:
                 source.save(sink, form)
                 if pixel_digest(decoded(sink.getvalue())) == self.digest:
                     return sink.getvalue()
-        raise RowError(f"no image file can hold mode {source.mode} unchanged; convert the image to RGB")
+        raise RowError(f"no image format can store mode {source.mode} without loss; convert the image to RGB")
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """An image file whose content was identified.
+    """An image file whose content has been identified.
 
     Attributes:
-        path: the file's path, as the row names it.
+        path: the file's path, as given in the row.
         key: PixelCache.key of the file's content.
         size: the file's size in bytes.
         open_file: function that opens the file.
@@ -105,7 +104,7 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Return the file's content. Raises RowError if the content has been changed."""
+        """Return the file's content. Raises RowError if the content has changed."""
         data = _read(self.path, self.path, self.open_file)
         if PixelCache.key(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
@@ -113,7 +112,7 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens files. Relative paths start at `folder`, or at the current folder for None."""
+    """Return a function that opens files. Relative paths start at `folder`, or at the current folder if it is None."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -122,9 +121,9 @@ class ImageReader:
     """A reader that opens and identifies the images of rows in several threads.
 
     Args:
-        open_file: function that opens the files that rows name.
+        open_file: function that opens a file named by a row.
         cache: pixel digests of encoded images that were identified before.
-        decoder: decoder that identifies the other images.
+        decoder: decoder that identifies the images that are not in the cache.
     """
 
     def __init__(self, open_file: OpenFile, cache: PixelCache, decoder: ImageDecoder) -> None:
@@ -135,7 +134,7 @@ class ImageReader:
     def read(
         self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
     ) -> list[tuple[RowImage, ...] | RowError]:
-        """Return the images of each row, or the error if they cannot be used. `check` is called many times a second."""
+        """Return each row's images, or an error if they cannot be used. `check` is called many times a second."""
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
             found = [_waited(future, check) for future in [threads.submit(self._of_row, columns) for columns in rows]]
@@ -155,17 +154,17 @@ class ImageReader:
                 pixels += image.kind[0][0] * image.kind[0][1]
                 seconds += took
                 if size > MAX_ROW_BYTES:
-                    raise RowError(f"the row's images have more than {MAX_ROW_BYTES >> 20} MiB in all")
+                    raise RowError(f"the row's images have more than {MAX_ROW_BYTES >> 20} MiB in total")
                 if pixels > MAX_ROW_PIXELS:
-                    raise RowError(f"the row's images have more than {MAX_ROW_PIXELS:,} pixels in all")
+                    raise RowError(f"the row's images have more than {MAX_ROW_PIXELS:,} pixels in total")
                 if seconds > ROW_SECONDS:
-                    raise RowError(f"decoding the row's images took more than {ROW_SECONDS:g} s of processor time in all")
+                    raise RowError(f"decoding the row's images took more than {ROW_SECONDS:g} s of processor time in total")
             return tuple(found)
         except RowError as error:
             return error
 
     def _image(self, name: str, value: Any) -> tuple[RowImage, float]:
-        """Return an image, and the seconds of processor time that its decoding took: 0 if the image was not decoded."""
+        """Return an image, and the seconds of processor time spent on decoding it (0 if it was not decoded)."""
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
             require_pixels(name, value.size)
             value.load()
@@ -177,10 +176,10 @@ class ImageReader:
         path: str | None = None
         if isinstance(value, str):
             if "://" in value:
-                raise RowError(f"{name} is a URL ({value[:80]}); download the image and give its path or its bytes")
+                raise RowError(f"{name} is a URL ({value[:80]}); download the image and use its path or its bytes")
             path, value = value, _read(name, value, self._open_file)
         if not isinstance(value, bytes):
-            raise RowError(f"{name} is a {type(value).__name__}; expected bytes, a path, a data URI or a picture")
+            raise RowError(f"{name} has type {type(value).__name__}; expected bytes, a path, a data URI or a PIL image")
         if len(value) > MAX_BYTES:
             raise RowError(f"{name} has more than {MAX_BYTES >> 20} MiB")
         key = self._cache.key(value)
@@ -231,7 +230,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
-    """Return the approximate number of bytes that a row's images take in memory. Images that are given as paths count as 0."""
+    """Return the approximate number of bytes of memory that a row's images occupy. Files that paths refer to do not count."""
     size = 0
     for name in IMAGE_COLUMNS:
         value = columns.get(name)
@@ -249,9 +248,9 @@ def _decoded_size(image: Any) -> int:
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name for messages, value) of each image of a row. The column `image` holds one image, and `images` a list.
+    """Return (name for messages, value) for each image in a row. Column `image` contains one image, and `images` a list.
 
-    If a row has both columns, `image` is read, as in TRL. If both columns are null or missing, the row has no image.
+    If a row has both columns, `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 
     Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
     """
@@ -261,9 +260,9 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     if images is None:
         return []
     if not isinstance(images, list | tuple):
-        raise RowError(f"images is {type(images).__name__}, expected a list of images")
+        raise RowError(f"images has type {type(images).__name__}; expected a list of images")
     if len(images) > MAX_IMAGES:
-        raise RowError(f"the row has {len(images)} images, and at most {MAX_IMAGES} are allowed")
+        raise RowError(f"the row has {len(images)} images, but at most {MAX_IMAGES} are allowed")
     return [(f"image {number}", value) for number, value in enumerate(images)]
 
 
@@ -276,4 +275,4 @@ def _data_uri(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise RowError(f"{name} is a data URI whose base64 data is damaged") from None
+        raise RowError(f"{name} is a data URI with invalid base64 data") from None

@@ -1,4 +1,4 @@
-"""Read rows from Python objects: datasets of `datasets`, data frames of pandas and Polars, Arrow tables, and lists of dicts."""
+"""Read rows from Python objects: Hugging Face datasets, pandas and Polars data frames, Arrow tables, and lists of dicts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
-#: Name of a dataset in memory, for messages.
+#: Name of an in-memory dataset in messages.
 _NAME = "the dataset"
 
 
 def open_dataset(dataset: Any) -> RowSource:
-    """Return a source of the rows of a dataset of any kind.
+    """Open a dataset of any supported type, and return a source of its rows.
 
     Args:
         dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`, whose format is ignored; a
-            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The columns are those that `reflogp score`
-            accepts.
+            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The columns must be the same as for
+            `reflogp score`.
 
     Raises:
         DatasetError: the path or name cannot be opened.
@@ -47,20 +47,20 @@ def open_dataset(dataset: Any) -> RowSource:
         return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
-            raise UsageError(f"the data frame has several columns of the same name: {', '.join(map(str, dataset.columns))}")
+            raise UsageError(f"the data frame has several columns with the same name: {', '.join(map(str, dataset.columns))}")
         return _ObjectRows(lambda: _rows_of_pandas(dataset), len(dataset))
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return _ObjectRows(lambda: iter(dataset), len(dataset))
     raise UsageError(
-        f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: give a path, a hub name, a "
+        f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a hub name, a "
         "datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts"
     )
 
 
 def kind_of(dataset: Any) -> str | None:
-    """Return "library.Class" for a dataset of a known class, else None. The libraries are not imported."""
+    """Return "library.Class" for a dataset of a known class, otherwise None. The libraries are not imported."""
     known = {
         "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
         "pandas": ("DataFrame",),
@@ -100,11 +100,11 @@ def _plain(value: Any) -> Any:
 
 
 class _ObjectRows(RowSource):
-    """The rows of a dataset that is in memory or is a stream.
+    """The rows of an in-memory dataset or a stream.
 
     Args:
         rows: function that returns an iterator over all rows.
-        count: number of rows, or 0 if the number is not known.
+        count: number of rows, or 0 if the number is unknown.
         stream: True if the rows may never end.
     """
 
@@ -124,7 +124,7 @@ class _ObjectRows(RowSource):
         self._stream = stream
 
     def count(self) -> int:
-        """Return the number of rows, or 0 if the number is not known."""
+        """Return the number of rows, or 0 if the number is unknown."""
         return self._count
 
     def has_column(self, *names: str) -> bool | None:

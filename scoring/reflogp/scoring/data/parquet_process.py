@@ -1,13 +1,13 @@
 """Read untrusted Parquet files in a child process with limits on memory and time.
 
-A file of a few kilobytes can decode to any size, and a damaged file can crash pyarrow. So a forked child process reads the file
-with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes or uses too much processor
-time, the file counts as unreadable, and the parent process continues.
+A file of a few kilobytes can decode to any size, and a damaged file can crash pyarrow. Therefore, a forked child process reads
+the file with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes or uses too much
+processor time, the file is treated as unreadable, and the parent process continues.
 
-The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before reading the message, and it
-validates every batch. But the parent relies on the child to send uncompressed buffers, and to end. A malicious file that takes
-control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the rights of the
-user.
+The parent does not trust the stream: it rejects a message that is longer than `group_bytes` before reading the message, and it
+validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file that
+takes control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the user's
+permissions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one batch, in seconds.
 BATCH_SECONDS = 60.0
-#: Bytes that a child may take in addition to twice `group_bytes`, which a page and its decoded values take.
+#: Bytes of memory that a child may use in addition to twice `group_bytes`, which covers a page and its decoded values.
 _MEMORY = 64 << 20
-#: Maximum number of bytes of a message in addition to its batch, for metadata and padding.
+#: Maximum number of bytes in a message in addition to its batch, for metadata and padding.
 _MESSAGE = 16 << 20
 #: A batch is sent in pieces of at most this many bytes, or of one row, unless its columns cannot be split.
 _PIECE = 32 << 20
@@ -46,18 +46,18 @@ _FILE = f"/dev/fd/{SOCKET + 1}"
 #: Exit statuses of a child that left an error message: for a file that exceeds the bounds, and for a file that pyarrow cannot
 #: read.
 _REFUSED, _UNREADABLE = 4, 5
-#: The child's result: length of the error message, number of rows of the file.
+#: The child's result: length of the error message, and number of rows in the file.
 _RESULT = struct.Struct("<Qq")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The way to read a Parquet file.
+    """Options for one attempt to read a Parquet file.
 
     Attributes:
         rows: maximum number of rows that are decoded at once.
         encoded: True to keep strings dictionary-encoded.
-        skip: number of rows to leave out at the beginning.
+        skip: number of rows to skip at the start.
     """
 
     rows: int = BATCH_ROWS
@@ -65,13 +65,13 @@ class _Plan:
     skip: int = 0
 
 
-#: Ways to read a file. If one plan takes too much memory, the next plan is tried. A decoded dictionary can repeat a long string
-#: in every row and in every element of a list, so the later plans keep strings encoded.
+#: Plans for reading a file. If one plan takes too much memory, the next plan is tried. A decoded dictionary can repeat a long
+#: string in every row and in every element of a list, so the later plans keep strings encoded.
 _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
 class _MemoryExceededError(DatasetError):
-    """The child process took too much memory, or it crashed, possibly for lack of memory."""
+    """The child process used too much memory, or crashed, possibly because it ran out of memory."""
 
 
 class _ReaderKilledError(_MemoryExceededError):
@@ -81,8 +81,8 @@ class _ReaderKilledError(_MemoryExceededError):
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
-    If a signal ends the child process, the process is started once more. A row group that takes too much memory is read with
-    the next plan. The first plan is used again for the row groups after it.
+    If a signal ends the child process, the process is restarted once. A row group that takes too much memory is read with the
+    next plan. The row groups after it are read with the first plan again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -110,7 +110,7 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
 
 
 def parquet_description(file: Path, meter: Meter) -> tuple[int, pa.Schema]:
-    """Return (number of rows, schema) of a Parquet file. Raises the errors of `parquet_batches`."""
+    """Return (number of rows, schema) of a Parquet file. Raises the same errors as `parquet_batches`."""
     with _reader(file, meter, None) as reader:
         return reader.description()
 
@@ -126,7 +126,7 @@ def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
 
 
 class _Reader(ConfinedProcess):
-    """A child process that reads a file; also a file object from which pyarrow reads the child's stream."""
+    """A child process that reads a file, and a file-like object from which pyarrow reads the child's stream."""
 
     closed = False
 
@@ -141,7 +141,7 @@ class _Reader(ConfinedProcess):
         """Yield the batches that the child sends."""
         with self._failures(), pa.ipc.open_stream(pa.PythonFile(self, "r")) as stream:
             for batch in stream:
-                batch.validate(full=True)  # without this check, wrong offsets could expose other memory of this process
+                batch.validate(full=True)  # without this check, invalid offsets could expose other memory of this process
                 yield batch
 
     def description(self) -> tuple[int, pa.Schema]:
@@ -150,7 +150,7 @@ class _Reader(ConfinedProcess):
         return self.rows(), schema
 
     def rows(self) -> int:
-        """Return the file's number of rows, which the child stores when it has opened the file."""
+        """Return the number of rows in the file. The child stores this number when it opens the file."""
         return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
@@ -183,13 +183,13 @@ class _Reader(ConfinedProcess):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Run the block, read the rest of the stream, and wait for the child to end. If the child failed, raise its error."""
+        """Run the block, read the rest of the stream, and wait for the child to exit. If the child failed, raise its error."""
         problem = None
         try:
             yield
             while self.read(1):
                 pass
-        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for a stream that ends within a message
+        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for a stream that ends inside a message
             problem = error
         if self._ended:
             self._raise_for(self.end())
@@ -207,13 +207,13 @@ class _Reader(ConfinedProcess):
             raise DatasetError(f"{self._file}: reading a batch took more than {BATCH_SECONDS:g} s of processor time")
         if status == OUT_OF_MEMORY:
             raise _MemoryExceededError(
-                f"{self._file} cannot be read in {self._memory:,} bytes of memory; write it with smaller row groups"
+                f"{self._file} cannot be read in {self._memory:,} bytes of memory; rewrite it with smaller row groups"
             )
         if status:
             name = signal.strsignal(-status) if status < 0 else f"status {status}"
             kind = _ReaderKilledError if status < 0 else _MemoryExceededError
             raise kind(
-                f"{self._file} ended the process that read it ({name}): it is damaged, or cannot be read in "
+                f"{self._file} crashed the process that read it ({name}): the file is damaged, or cannot be read in "
                 f"{self._memory:,} bytes of memory"
             )
 
@@ -223,7 +223,7 @@ class _Reader(ConfinedProcess):
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
     """Send a file's batches, or only its schema if there is no plan. Store the number of rows in `result`."""
-    pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which the limit does not count
+    pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which does not count toward the limit
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
     try:
         opened = _open(file, bounds, plan is not None and plan.encoded)
@@ -253,7 +253,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
         sink.flush()
         for batch in batches:
             for piece in _pieces(batch, min(_PIECE, bounds.group_bytes)):
-                piece.validate()  # without this check, wrong offsets could send other memory
+                piece.validate()  # without this check, invalid offsets could send other memory
                 if piece.nbytes > bounds.group_bytes:
                     raise group_too_large(file, piece.nbytes, bounds)
                 writer.write_batch(piece)
@@ -264,7 +264,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
     """Yield a batch in pieces of at most `size` bytes or one row.
 
-    A batch whose pieces would share the values of all rows is not split.
+    A batch is not split if each piece would contain the values of all rows.
     """
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
     if whole or batch.num_rows <= 1 or any(_shares_values(field.type) for field in batch.schema):
@@ -283,7 +283,7 @@ def _shares_values(kind: pa.DataType) -> bool:
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError if its metadata states sizes beyond the bounds, or is contradictory."""
+    """Open a Parquet file. Raises DatasetError if its metadata is inconsistent or states sizes that exceed the bounds."""
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),
@@ -294,17 +294,17 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     opened = pq.ParquetFile(_FILE, **options)
     metadata = opened.metadata
     if not 0 < metadata.num_columns <= _MOST_COLUMNS:
-        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; 1 to {_MOST_COLUMNS:,} are supported")
+        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; only 1 to {_MOST_COLUMNS:,} are supported")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
     if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
-        raise DatasetError(f"{file} is damaged: the rows of its row groups do not add up to its number of rows")
+        raise DatasetError(f"{file} is damaged: the row counts of its row groups do not add up to its total")
     largest = max((group.total_byte_size for group in groups), default=0)
     claimed = sum(max(group.total_byte_size, 0) for group in groups)
     if largest > bounds.group_bytes:
         raise group_too_large(file, largest, bounds)
     if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
-        raise DatasetError(f"{file} claims {rows:,} rows of {claimed:,} bytes, which is more than is allowed; split it")
+        raise DatasetError(f"{file} claims {rows:,} rows with {claimed:,} bytes in total, which exceeds the limit; split it")
     if not encoded:
         return opened
     leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]
@@ -334,6 +334,6 @@ def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.Rec
                 signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
             skip = max(0, skip - batch.num_rows)
         if rows:
-            raise DatasetError(f"{file} is damaged: a row group has fewer or more rows than it claims")
+            raise DatasetError(f"{file} is damaged: a row group contains fewer or more rows than it claims")
         if plan.encoded:
             return

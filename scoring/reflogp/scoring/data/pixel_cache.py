@@ -1,6 +1,7 @@
-"""Remember the pixel digests of encoded images between runs, so that images are decoded once.
+"""Cache the pixel digests of encoded images between runs, so that each image is decoded only once.
 
-The digests are in a SQLite file in the user's cache folder. If the file cannot be used, images are decoded again.
+The digests are stored in a SQLite file in the user's cache folder. If the file cannot be used, every run decodes the images
+again.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from reflogp.store.images import DIGEST_BYTES, Kind
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait while another process writes to the file.
+#: Maximum number of seconds to wait while another process writes to the file.
 _PATIENCE = 5.0
-#: Maximum number of rows in the file, of about 100 bytes each. If the file has more rows, the older half is deleted.
+#: Maximum number of rows in the file; a row takes about 100 bytes. If there are more rows, the older half is deleted.
 _MOST = 4_000_000
 
 
 class PixelCache:
-    """A cache of the pixel digests and kinds of encoded images; a context manager. Several threads may use it at the same time.
+    """A thread-safe cache of the pixel digests, sizes and modes of encoded images, used as a context manager.
 
-    The cache folder must belong to this user and must not be writable by other users, because they could otherwise choose the
-    keys of rows.
+    The cache folder must belong to this user and must not be writable by other users, who could otherwise determine the keys of
+    rows.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class PixelCache:
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 
     def get(self, key: bytes) -> tuple[bytes, Kind] | None:
-        """Return (pixel digest, kind) of the image with this key, or None if the cache does not have the image."""
+        """Return (pixel digest, kind) for the image with this key, or None if the image is not in the cache."""
         with self._lock:
             if key in self._new:
                 return self._new[key]
@@ -91,7 +92,7 @@ class PixelCache:
             self._new[key] = (digest, kind)
 
     def write(self) -> None:
-        """Write the digests that are not in the file yet to the file."""
+        """Save the digests that are not in the file yet."""
         with self._lock:
             new, self._new = self._new, {}
             if self._file is None or not new:
@@ -111,7 +112,7 @@ class PixelCache:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("digests of images are not remembered, so images are decoded again each time: %s", error)
+        logger.warning("image digests cannot be cached, so every run decodes the images again: %s", error)
         if self._file is not None:
             with suppress(sqlite3.Error):
                 self._file.close()

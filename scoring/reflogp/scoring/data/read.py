@@ -1,7 +1,7 @@
-"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from a dataset saved by `datasets`, or from the hub.
+"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from datasets saved by `datasets`, or from the HF Hub.
 
-A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The limits
-on memory and on decoded bytes are in `bounds`.
+A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
+`bounds` implements the limits on memory and decoded bytes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-#: The suffixes that `dataset_suffix` accepts, as a text for messages such as "files end in …".
-SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, as .jsonl.gz or .csv.zst"
+#: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …".
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, such as .jsonl.gz or .csv.zst"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
-#: A batch of rows ends when its rows have more than this many bytes.
+#: A batch of rows ends when its rows exceed this many bytes in total.
 _BATCH_BYTES = 256 << 20
 #: Maximum number of bytes read from a saved dataset's state.json or dataset_dict.json.
 _STATE_BYTES = 16 << 20
@@ -62,7 +62,7 @@ _STATE_BYTES = 16 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-#: (columns of a row or None, error of the row or None, size in bytes of the row as read, or 0 if the size is unknown).
+#: A row as it was read: (columns or None, error message or None, size in bytes or 0 if the size is unknown).
 _Read = tuple[dict[str, Any] | None, str | None, int]
 
 
@@ -71,7 +71,7 @@ class Row:
     """One row of a dataset.
 
     Attributes:
-        number: number of the row in the dataset, from 0.
+        number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
         size: size of the row in bytes as read; 0 if the size is unknown.
@@ -84,20 +84,20 @@ class Row:
 
 
 class RowSource:
-    """A dataset that can be read from its beginning any number of times, in bounded memory.
+    """A dataset that can be read from the start any number of times, in bounded memory.
 
     Args:
-        data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, a hub name, or a file of the
+        data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
             Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
-        split: the split of a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, three things are refused: data that exceeds them, a
-            saved dataset that names files outside its folder, and hub names.
-        check: called many times while the dataset is read; may raise to stop.
-        open_image: opens the image files that rows name, and returns their descriptors; None opens any file, and relative paths
-            start at the folder of the dataset's files.
+        split: the split to read from a hub dataset or a saved DatasetDict.
+        bounds: limits for untrusted data; None for no limits. With limits, three things are rejected: data that exceeds the
+            limits, saved datasets that name files outside their folder, and hub names.
+        check: function that is called many times while the dataset is read; may raise an error to stop.
+        open_image: function that opens an image file named by a row, and returns the file descriptor. None opens any file, with
+            relative paths starting at the folder of the dataset's files.
 
     Attributes:
-        open_image: function that opens the image files that rows name.
+        open_image: function that opens an image file named by a row.
 
     Raises:
         DatasetError: the dataset cannot be opened.
@@ -141,10 +141,10 @@ class RowSource:
                 yield Row(number, columns, problem, size)
 
     def only(self, numbers: Iterable[int]) -> RowSource:
-        """Return a view of the dataset that iterates over these rows only.
+        """Return a view of the dataset that iterates only over the given rows.
 
         Row numbers stay the same. `count` still counts all rows of the dataset. For text and Arrow files, `schema` uses only
-        these rows.
+        the given rows.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
@@ -180,7 +180,7 @@ class RowSource:
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        The schema comes from metadata, except for text and Arrow files: all their rows are read.
+        For text and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
             usable: function that returns True for rows that affect the schema. It must return False for rows that will be left
@@ -207,8 +207,8 @@ class RowSource:
     def has_column(self, *names: str) -> bool | None:
         """Return True if any row of the dataset has one of these columns, even if its value is null.
 
-        The columns of Parquet files, saved datasets and hub datasets are in their metadata. All other formats are read up to
-        the first row with such a column. The result is None for a stream, which may never end.
+        The columns of Parquet files, saved datasets and hub datasets are read from their metadata. All other formats are read
+        up to the first row with such a column. The result is None for a stream, which may never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
@@ -217,7 +217,7 @@ class RowSource:
         return any(name in (columns or {}) for columns, _, _ in self._rows() for name in names)
 
     def _parquet_descriptions(self) -> Iterator[tuple[int, pa.Schema]]:
-        """Yield (number of rows, schema) of each Parquet file."""
+        """Yield (number of rows, schema) for each Parquet file."""
         meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
             with _as_dataset_error(file, self.format):
@@ -254,7 +254,7 @@ class RowSource:
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `datasets.Dataset` in its output format. Rows are read in batches.
 
-    Images are not decoded: they are yielded as {"bytes": …, "path": …}, unless the dataset converts them to a mode.
+    Images are not decoded: they are yielded as {"bytes": …, "path": …}, unless the dataset converts them to an image mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -263,7 +263,7 @@ def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
 
 
 def without_decoding(dataset: Any) -> Any:
-    """Return a `datasets.Dataset` or `IterableDataset` whose columns of images are not decoded."""
+    """Return a `datasets.Dataset` or `IterableDataset` whose image columns are not decoded."""
     for name, feature in (dataset.features or {}).items():
         kept = _undecoded(feature)
         if kept is not feature:
@@ -272,11 +272,11 @@ def without_decoding(dataset: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return the feature without decoding of images. A feature that decodes no images is returned itself."""
+    """Return a feature that does not decode images. A feature that already decodes no images is returned unchanged."""
     import datasets
 
     if isinstance(feature, datasets.Image):
-        # If the feature has a mode, `datasets` converts the decoded images to it, so decoding stays on.
+        # If the feature has a mode, `datasets` converts the decoded images to that mode, so decoding stays on.
         return datasets.Image(decode=False) if feature.decode and feature.mode is None else feature
     inner = getattr(feature, "feature", None)
     if inner is None:
@@ -286,7 +286,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
-    """Yield lists of up to `count` rows. Lists of long rows are shorter, to limit the memory that each list takes."""
+    """Yield lists of up to `count` rows. Lists of long rows are shorter, to limit the memory that each list uses."""
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -300,7 +300,7 @@ def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
 
 
 def dataset_suffix(name: str) -> str | None:
-    """Return the suffix of a file's name in lower case (`.jsonl`, `.csv.gz`, …), or None for an unsupported suffix."""
+    """Return the lower-case suffix of a file name (`.jsonl`, `.csv.gz`, …), or None for an unsupported suffix."""
     path = PurePosixPath(name)
     packed = path.suffix.lower() if path.suffix.lower() in _COMPRESSED else ""
     suffix = PurePosixPath(path.stem).suffix.lower() if packed else path.suffix.lower()
@@ -322,7 +322,7 @@ def _file_format(path: Path) -> FileFormat:
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
     found = _SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
     if found is None:
-        raise DatasetError(f"{path}: unknown file type; use one of {', '.join(_SUFFIXES)} (may be compressed)")
+        raise DatasetError(f"{path}: unknown file type; use one of {', '.join(_SUFFIXES)} (text files may be compressed)")
     return found
 
 
@@ -333,12 +333,12 @@ def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
     data = [p for p in files if any(suffix in _SUFFIXES for suffix in p.suffixes)]
     formats = {_file_format(p) for p in data}
     if len(formats) != 1:
-        raise DatasetError(f"{folder} holds {'no data files' if not formats else 'files of several formats'}")
+        raise DatasetError(f"{folder} contains {'no data files' if not formats else 'files in several formats'}")
     return formats.pop(), tuple(data)
 
 
 def _downloaded(uri: str) -> Path:
-    """Return the path of the local copy of a file of the Hub. Raises DatasetError."""
+    """Return the path of the local copy of a file on the Hub. Raises DatasetError."""
     try:
         file = HubFile.parse(uri)
         if dataset_suffix(file.path) is None:
@@ -360,7 +360,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise DatasetError(f"dataset {data!r} has no split {split!r}; it has {', '.join(loaded)}")
+            raise DatasetError(f"dataset {data!r} has no split {split!r}; choose from {', '.join(loaded)}")
         loaded = loaded[split]
     return loaded
 
@@ -368,12 +368,12 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
     """Return the Arrow files that a saved dataset's state.json lists.
 
-    Raises DatasetError if a file is outside of the folder.
+    Raises DatasetError if a file is outside the folder.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
-            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; it has {', '.join(splits)}")
+            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(splits)}")
         folder = folder / _plain_name(split, folder)
     listed = _state(folder / "state.json").get("_data_files", [])
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
@@ -383,7 +383,7 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 def _state(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a saved dataset.
 
-    Raises DatasetError if `splits` or `_data_files` is present and is not a list.
+    Raises DatasetError if `splits` or `_data_files` is present but is not a list.
     """
     try:
         with file.open("rb") as raw:
@@ -391,13 +391,13 @@ def _state(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} has the wrong content")
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} has unexpected content")
     return state
 
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
-        raise DatasetError(f"the saved dataset {folder} names an invalid file or split: {name!r}")
+        raise DatasetError(f"the saved dataset {folder} refers to an invalid file or split: {name!r}")
     return name
 
 
@@ -417,7 +417,7 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """Return the row in a line of JSON. The row is unreadable if the line is not JSON or contains half of a surrogate pair."""
+    """Return the row in a line of JSON. The row is unreadable if the line is not JSON or contains an unpaired surrogate."""
     try:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)
@@ -429,27 +429,27 @@ def _json_row(line: bytes) -> _Read:
 def _object(value: Any, size: int, text: str) -> _Read:
     """Return the row for a JSON value and its source text."""
     if not isinstance(value, dict):
-        return None, f"the row is not a JSON object but a {type(value).__name__}", 0
+        return None, f"the row has type {type(value).__name__}; expected a JSON object", 0
     problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
     return (value, None, size) if problem is None else (None, problem, 0)
 
 
 def _surrogate_problem(value: Any) -> str | None:
-    """Return an error message if a text in the value has half of a surrogate pair, or if it is nested too deeply, else None.
+    """Return an error message if the value contains an unpaired surrogate or is nested too deeply, otherwise None.
 
-    Two escapes that form a surrogate pair are valid: they become one character.
+    Two escapes that form a surrogate pair are valid, because they become one character.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "the row has half of a surrogate pair (such as \\ud800), which no tokenizer or file can hold"
+        return "the row contains an unpaired surrogate (such as \\ud800), which no tokenizer or file can represent"
     except RecursionError:
         return "the row is nested too deeply"
     return None
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Yield the rows of a JSON file. It has an array of objects, which are decoded one at a time, or JSON lines."""
+    """Yield the rows of a JSON file: an array of objects, which are decoded one at a time, or JSON lines."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))
@@ -490,9 +490,9 @@ def _json_array(text: str) -> Iterator[_Read]:
 
 
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Yield the rows of a CSV file, with text in every column.
+    """Yield the rows of a CSV file. All values are text.
 
-    An empty cell is null, as in `datasets`. A record with too few or too many cells is a bad row.
+    An empty cell becomes null, as in `datasets`. A record with too few or too many cells is a bad row.
     """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:

@@ -1,13 +1,13 @@
 """Tokenise rows in child processes that can be killed.
 
-A chat template is a program whose input is a row. It may run for ever or build a string of terabytes, and neither Python nor a
-tokenizer can be interrupted during an operation. So rows are rendered and encoded in forked child processes, which inherit the
-loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the child
-(RLIMIT_AS). If a row ends its child process, the row is a bad row, and a new child continues with the other rows. The caller's
-`check` is called many times a second and can stop the work.
+A chat template is a program whose input is a row. It may run forever or build a string of terabytes, and neither Python nor a
+tokenizer can be interrupted during an operation. Therefore, rows are rendered and encoded in forked child processes, which
+inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the
+child (RLIMIT_AS). If a row crashes its child process, the row is a bad row, and a new child continues with the remaining rows.
+The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
-standard error. The child opens only /dev/null and, on Linux, two files of /proc/self that it needs to set its limits.
+standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one row, in seconds.
 ROW_SECONDS = 10.0
-#: A pass over a dataset fails after this many rows that timed out, because the cause is then the template or the whole dataset.
+#: A pass over a dataset fails after this many rows have timed out, because the chat template or the whole dataset is then
+#: assumed to be the cause.
 SLOW_ROWS = 20
-#: Bytes that a child may take in addition to the memory that it inherits, but never more than half of the machine's memory.
+#: Bytes of memory that a child may use in addition to the memory that it inherits, up to half of the machine's memory.
 _MEMORY = 8 << 30
-#: Maximum number of child processes of one pass. On a machine with fewer cores, there are fewer.
+#: Maximum number of child processes for one pass. On a machine with fewer cores, the maximum is the number of cores.
 _CHILDREN = 4
-#: Maximum number of rows, and of bytes of JSON, in one chunk for a child.
+#: Maximum number of rows, and maximum number of bytes of JSON, in a chunk that is sent to a child.
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
 #: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
 _LENGTHS = struct.Struct("<QQ")
 _MARK = struct.Struct("<q")
-#: Values that a child writes instead of a row's index: no row has begun, or several rows are encoded together.
+#: Values that a child writes instead of a row's index: no row has been started, or several rows are being encoded together.
 _NO_ROW, _SEVERAL = -1, -2
 
 Ids = npt.NDArray[np.int64]
@@ -67,7 +68,7 @@ class RowLimits:
 
     Attributes:
         seconds: seconds of processor time.
-        memory: bytes of memory in addition to the memory that the process already takes.
+        memory: bytes of memory in addition to the memory that the process already uses.
         children: maximum number of parallel child processes.
     """
 
@@ -82,13 +83,13 @@ def _cores() -> int:
 
 
 class RowTokenizer:
-    """A tokeniser of one dataset's rows; a context manager that ends its child processes on exit.
+    """An object that tokenises the rows of one dataset. As a context manager, it ends its child processes on exit.
 
     Args:
         tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
         form: "preference" or "kto".
         limits: resource limits for each row; None for the defaults.
-        check: called about ten times a second while rows are tokenised; may raise to stop.
+        check: function that is called about ten times a second while rows are tokenised; may raise an error to stop.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class RowTokenizer:
 
         Args:
             rows: the columns of each row.
-            images: the images of each row, or the error that occurred while opening them. None for rows of text.
+            images: the images of each row, or the error that occurred while opening them. None for text-only rows.
 
         Returns:
             For each row, in order, a list with one entry for each example: the example's token ids or its error. For a row that
-            cannot be used at all, the list has one entry.
+            cannot be used, the list contains only an error.
 
         Raises:
             TokenizerError: the tokenizer lacks something that the rows need.
@@ -186,7 +187,7 @@ class RowTokenizer:
 
     def _end(self, child: _Child) -> int:
         self._children.remove(child)
-        with suppress(KeyError):  # Ctrl-C came before the socket was registered
+        with suppress(KeyError):  # Ctrl-C arrived before the socket was registered
             self._selector.unregister(child.socket)
         return child.end()
 
@@ -200,16 +201,16 @@ class RowTokenizer:
             found[at] = examples
 
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
-        """Handle a child that has ended.
+        """Handle a child that has exited.
 
-        Report its current row as bad, or retry the row alone if the cause may be another row.
+        Report the row that the child was processing as bad, or retry this row alone if another row may be the cause.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
         assert chunk is not None
         timed_out = status == -signal.SIGPROF or still
         if place in (_NO_ROW, _SEVERAL):
-            if len(chunk.rows) > 1:  # retry each row alone, to find the row that ends its child process
+            if len(chunk.rows) > 1:  # retry each row alone, to find the row that crashes its child
                 pairs = zip(reversed(chunk.rows), reversed(chunk.texts), strict=True)
                 waiting.extendleft(_Chunk([at], [text], alone=True) for at, text in pairs)
                 return
@@ -227,7 +228,7 @@ class RowTokenizer:
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
                     f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: "
-                    "tokenising does not end with this chat template or with the content of these rows"
+                    "tokenising does not finish with this chat template or with the content of these rows"
                 )
 
     def _why(self, status: int, still: bool) -> str:
@@ -236,8 +237,8 @@ class RowTokenizer:
         if status == -signal.SIGPROF:
             return f"tokenising the row took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
-            return f"tokenising the row ended its process ({signal.Signals(-status).name}; perhaps it took too much memory)"
-        return f"tokenising the row ended its process (status {status})"
+            return f"the process crashed while tokenising the row ({signal.Signals(-status).name}; perhaps out of memory)"
+        return f"the process crashed while tokenising the row (status {status})"
 
 
 @dataclass
@@ -245,7 +246,7 @@ class _Chunk:
     """A batch of rows for one child.
 
     Attributes:
-        rows: indices of the rows in the call of `tokenize`.
+        rows: indices of the rows in the call to `tokenize`.
         texts: the rows as JSON.
         alone: True for a retry of a single row.
     """
@@ -259,7 +260,7 @@ class _Child(ConfinedProcess):
     """A forked child process, and the data that is sent to and received from it.
 
     Attributes:
-        chunk: the chunk that the child processes; None for an idle child.
+        chunk: the chunk that the child is processing; None for an idle child.
         answer: the complete answer (head, token ids); None until the answer has arrived.
         ended: True if the child's end of the socket is closed.
     """
@@ -278,7 +279,7 @@ class _Child(ConfinedProcess):
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
 
     def give(self, chunk: _Chunk) -> None:
-        """Begin to send a chunk to the child."""
+        """Start sending a chunk to the child."""
         body = b"[" + b",".join(chunk.texts) + b"]"
         self.chunk = chunk
         self.stir()
@@ -310,7 +311,7 @@ class _Child(ConfinedProcess):
         return self.events() != waited_for
 
     def mark(self) -> int:
-        """Return the index, in the chunk, of the row that the child processes now, or _NO_ROW, or _SEVERAL."""
+        """Return the index, in the chunk, of the row that the child is processing, or _NO_ROW or _SEVERAL."""
         return int(_MARK.unpack_from(self._place)[0])
 
     def end(self) -> int:
@@ -320,7 +321,7 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return, as JSON, the columns that tokens are made from, and `images`: the digests and kinds of the row's images.
+    """Return, as JSON, the columns that determine the tokens, and `images`: the digests and kinds of the row's images.
 
     Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """
@@ -331,24 +332,24 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
     used: dict[str, Any] = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
     for name, value in used.items():
         if not isinstance(value, str | int | float | list | dict | None):
-            raise RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+            raise RowError(f"{name} has type {type(value).__name__}; expected text or a list of messages")
     if images is not None:
         used["images"] = [(image.digest.hex(), image.kind) for image in images]
     try:
         return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
     except UnicodeEncodeError:
-        raise RowError("the row has half of a surrogate pair (such as \\ud800), which no tokenizer accepts") from None
+        raise RowError("the row contains an unpaired surrogate (such as \\ud800), which no tokenizer accepts") from None
     except (RecursionError, ValueError, TypeError) as error:
         raise RowError(f"the row cannot be written as JSON: {error}") from error
 
 
 def _placeholder(value: Any) -> str:
-    """Return the text that stands for a value without a JSON form; transformers passes the same text to chat templates."""
+    """Return the text that replaces a value that JSON cannot represent. transformers passes the same text to chat templates."""
     return f"<{type(value).__name__}>"
 
 
 def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
-    """Yield each row's examples, made from the lengths and the array of token ids in a child's answer."""
+    """Yield each row's examples, built from the lengths and the array of token ids in a child's answer."""
     start = 0
     for examples in rows:
         found: list[TokenArrays | RowError] = []
@@ -425,7 +426,7 @@ def _answer(
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """Return the result of `work`, or the error of the row if `work` raises an exception. Raises TokenizerError only."""
+    """Return the result of `work`, or the row's error if `work` raises an exception. Only TokenizerError is raised."""
     try:
         return work()
     except TokenizerError:
@@ -456,7 +457,7 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
     """Append an example's token ids to `ids` and return the lengths of the prompt and completions.
 
-    Return an example's error as text.
+    If the example is an error, return the error as text.
     """
     if isinstance(example, RowError):
         return shortened(str(example))

@@ -1,6 +1,6 @@
-"""Make examples from the columns of a preference pair, a KTO row or a row of token ids.
+"""Convert the columns of a preference pair, a KTO row or a row of token ids into examples.
 
-Rows are plain text or conversations, with an explicit or an implicit prompt. They are interpreted as in TRL 1.16
+Rows are plain text or conversations, with an explicit or an implicit prompt. Rows are interpreted as in TRL 1.16
 (trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
 """
 
@@ -22,18 +22,18 @@ from reflogp.store.texts import shortened_names
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
 
-#: Columns from which a row's tokens are made.
+#: Columns that determine a row's tokens.
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
-#: Parameters of apply_chat_template that are data for the template. TRL passes `tools` in this way.
+#: Parameters of apply_chat_template that pass data to the template. TRL passes `tools` this way.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 
 
 class RowError(ValueError):
-    """A row cannot be used. The error message gives the reason, but not the row's number."""
+    """A row cannot be used. The error message gives the reason, but not the row number."""
 
 
 class RowLimitError(RowError):
-    """A row exceeds its limit of time or memory. With a higher limit, the row might be usable."""
+    """A row exceeds a time or memory limit. With a higher limit, the row might be usable."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Example:
     Attributes:
         prompt: text, or a list of messages.
         completions: one completion for each output column: (chosen, rejected), or (completion,).
-        template_kwargs: variables of the chat template in addition to the messages: `tools` and the row's chat_template_kwargs.
-            Parameters of apply_chat_template that change the template, the encoding or the rendered messages are never
-            included.
+        template_kwargs: variables for the chat template in addition to the messages: `tools` and the row's
+            chat_template_kwargs. Parameters of apply_chat_template that change the template, the encoding or the rendered
+            messages are never included.
     """
 
     prompt: Any
@@ -60,7 +60,7 @@ class Example:
 def detect_format(columns: dict[str, Any]) -> Format:
     """Return the format of a dataset whose first readable row has these columns.
 
-    Raises DatasetError, which lists the columns, if no format fits the columns.
+    Raises DatasetError, which lists the columns, if the columns match no format.
     """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -71,8 +71,8 @@ def detect_format(columns: dict[str, Any]) -> Format:
         return "kto"
     shown = shortened_names(sorted(map(str, names))) or "(none)"
     raise DatasetError(
-        f"columns {shown} fit no known format; expected prompt, chosen, rejected (prompt may be left out), or prompt, "
-        "completion, label, or prompt_ids with chosen_ids and rejected_ids or completion_ids"
+        f"columns {shown} match no known format; expected chosen, rejected and optionally prompt; or prompt, "
+        "completion, label; or prompt_ids with either chosen_ids and rejected_ids or completion_ids"
     )
 
 
@@ -91,18 +91,18 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> list[Example]:
-    """Return a row's examples. A row has one example, but a pair that is read as KTO rows has two, as in TRL.
+    """Return a row's examples. Each row has one example, except that a pair read as KTO rows has two, as in TRL.
 
     Args:
         columns: the row's columns.
         form: the dataset's format.
-        images: True if the caller scores the row's images and checks the parts of messages. If False, rows with media are
-            refused.
+        images: True if the caller scores the row's images and checks the content parts of messages itself. If False, a row with
+            media raises RowError.
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
-            and chosen or rejected is empty; the row holds images, video or audio; `tools` is not JSON; or chat_template_kwargs
-            holds more than variables of the template.
+            and chosen or rejected is empty; the row contains images, video or audio; `tools` is not JSON; or
+            chat_template_kwargs contains a name that is not a template variable.
     """
     if not images:
         require_text(columns)
@@ -120,7 +120,7 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
         completions = tuple(rest)
     conversational = is_conversational(prompt, *completions)
     if conversational and not prompt:
-        raise RowError("chosen and rejected share no turn, so there is no prompt")
+        raise RowError("chosen and rejected do not begin with the same turn, so there is no prompt")
     for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
         _check_type(name, value, conversational)
     kwargs = _template_kwargs(columns)
@@ -130,11 +130,11 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return (prompt, chosen, rejected) of a pair whose prompt is the common beginning of both sides, as text or messages.
+    """Return (prompt, chosen, rejected) for a pair whose prompt is the common prefix of both completions, as text or messages.
 
-    The prompt ends where TRL's extract_prompt ends it, also in edge cases, because a different prompt would give different
-    keys. A space before the first difference belongs to the completions. If one side is a prefix of the other, the last element
-    of the shorter side belongs to the completions. Raises RowError if a side is empty.
+    The prompt ends where TRL's extract_prompt ends it, including in edge cases, because a different prompt would give different
+    keys. A space before the first difference belongs to the completions. If one of `chosen` and `rejected` is a prefix of the
+    other, the last element of the shorter one belongs to the completions. Raises RowError if either is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -152,9 +152,9 @@ def is_conversational(*values: Any) -> bool:
 
 
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
-    """Return (prompt_ids, completions) of a row that already holds token ids.
+    """Return (prompt_ids, completions) for a row that already contains token ids.
 
-    Raises RowError if a column is not a list of integers in [0, 2**32), or if the row holds images, video or audio.
+    Raises RowError if a column is not a list of integers in [0, 2**32), or if the row contains images, video or audio.
     """
     require_text(columns)
     found = []
@@ -169,11 +169,13 @@ def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[i
 def require_text(columns: dict[str, Any]) -> None:
     """Raise RowError for a row with images, video or audio.
 
-    If only its text were scored, the values would be those of another input.
+    If only the row's text were scored, the values would belong to a different input.
     """
     media = media_of(columns)
     if media is not None:
-        raise RowError(f"the row holds more than text ({media}), and only text is scored; remove the other content, or the row")
+        raise RowError(
+            f"the row contains more than text ({media}), but only text is scored; remove the other content or the row"
+        )
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
@@ -185,7 +187,7 @@ def _check_type(name: str, value: Any, conversational: bool) -> None:
 
 
 def _wrong_type(name: str, value: Any) -> RowError:
-    return RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+    return RowError(f"{name} has type {type(value).__name__}; expected text or a list of messages")
 
 
 def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 def reserved_kwargs() -> frozenset[str]:
     """Return the names of apply_chat_template's own parameters, which a row must not set.
 
-    The names come from the signatures of functions of transformers. Every other name becomes a variable of the template.
+    The names are read from the signatures of functions in transformers. Any other name becomes a template variable.
     """
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

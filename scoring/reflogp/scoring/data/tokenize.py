@@ -1,7 +1,7 @@
-"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys belong to the sequences that a trainer trains on.
+"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
 
-The user may choose another tokenizer than the model's, and another chat template. Text is rendered and encoded by `encode`, in
-child processes that `row_process` can kill. This module does not import trl.
+The user may choose a tokenizer other than the model's own, and a different chat template. Text is rendered and encoded by
+`encode`, in child processes that `row_process` can kill. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class TokenizedRows:
     """Rows of a dataset as token ids.
 
     Attributes:
-        table: columns row (int64: the row's number in the dataset), prompt_ids and one column per completion
-            (list<int64>): chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        rows: columns of the table's rows, as read from the dataset, in the table's order.
-        problems: for each row with an example that is not in the table, row number -> reason.
+        table: columns row (int64: row number in the dataset), prompt_ids and one column per completion (list<int64>):
+            chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
+        rows: original columns of each row of the table, as read from the dataset, in the table's order.
+        problems: row number -> reason, for each row with an example that could not be added to the table.
         last_row: number of the last row that was read, even if that row is not usable.
-        limited: True if a row exceeded a limit of time or memory. Another run might then have a different result.
-        images: the images of the table's rows; empty for a dataset of text.
-        vision: converts the images' pixels into the model's inputs; None for a dataset of text.
+        limited: True if a row exceeded a time or memory limit. Another run might then have a different result.
+        images: the images of the table's rows; empty for a text-only dataset.
+        vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
     """
 
     table: pa.Table
@@ -56,14 +56,14 @@ class TokenizedRows:
     vision: VisionProcessor | None = None
 
     def tokens(self) -> int:
-        """Return the number of tokens of all prompts and completions."""
+        """Return the total number of tokens in all prompts and completions."""
         return sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in self.table.columns[1:])
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer.
 
-    Raises TokenizerError if there is no tokenizer, and FileChangedError if its files are being written.
+    Raises TokenizerError if there is no tokenizer, and FileChangedError if its files change while they are being read.
     """
     with open_tokenizer(model) as files:
         return files.load(trust_remote_code)
@@ -83,21 +83,22 @@ def tokenize_dataset(
 
     Args:
         source: the rows.
-        tokenizer: the reference model's tokenizer. It may be None for the tokens format.
-        form: "preference", "kto" or "tokens"; None detects it from the first row whose columns fit a format.
+        tokenizer: the reference model's tokenizer; may be None for the tokens format.
+        form: "preference", "kto" or "tokens"; None detects the format from the first row whose columns match one.
         window: maximum number of rows in each yielded item.
-        limits: limits for tokenising a row; None for the defaults. A row that exceeds a limit is a bad row.
-        check: called about ten times a second, and for each row in the tokens format; may raise to stop.
-        load_vision: loads the model's image processor, for pairs with a column `image` or `images`. If any row of the dataset
-            has such a column, all its rows are pairs with images. If load_vision is None or returns None, rows that hold images
-            are bad rows.
+        limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is reported as a bad row.
+        check: function that is called about ten times a second, and for each row in the tokens format. It may raise an error to
+            stop.
+        load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
+            the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
+            rows that contain images are bad rows.
 
     Yields:
         The rows of one window, in the dataset's order.
 
     Raises:
-        DatasetError: no row is readable; in the first window with a readable row, no row has columns that fit the format; many
-            rows took too long; or a stream has a column of images only after its first window.
+        DatasetError: no row is readable; no row in the first window with readable rows has columns that match the format; many
+            rows took too long; or a column of images appears in a stream only after the first window.
         TokenizerError: there is no tokenizer for text rows, or the tokenizer lacks a chat template or an EOS token that the
             rows need.
     """
@@ -130,8 +131,8 @@ def tokenize_dataset(
             if may_come and _have_images(rows):
                 first = next(row.number for row in rows if _have_images([row]))
                 raise DatasetError(
-                    f"row {first} is the first row of the stream with a column of images, and the rows before it were read as "
-                    "text; add the column images, with an empty list, to the stream's first row"
+                    f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
+                    "text; add a column named images, with an empty list, to the stream's first row"
                 )
             with span("tokenise", rows=len(rows)) as tokenising:
                 tokenized = _tokenize_window(rows, children, outputs, check, images)
@@ -142,16 +143,16 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the format of the first row whose columns fit a format, and the names of its completion columns.
+    """Return the format of the first row whose columns match a format, and the names of its completion columns.
 
-    Raises DatasetError, with the first row's problem, if no row fits a format.
+    Raises DatasetError, with the first row's problem, if no row matches a format.
     """
     error: DatasetError | None = None
     for columns in rows:
         try:
             found = detect_format(columns)
             if form is not None and form != found and (form, found) != ("kto", "preference"):
-                raise DatasetError(f"the columns {shortened_names(list(columns))} are of format {found}, not {form}")
+                raise DatasetError(f"the columns {shortened_names(list(columns))} match the format {found}, not {form}")
             return form or found, output_columns(form or found, columns)
         except DatasetError as this:
             error = error or this
@@ -170,12 +171,13 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return (the image processor, or None for a dataset without images; True if later rows of a stream may have images).
+    """Return the image processor (None for a dataset without images), and True if later rows of a stream may have images.
 
     Args:
-        source: the dataset. It is read to its end only if the model takes images and `rows` have no column of images.
+        source: the dataset. The dataset is read to the end only if the model accepts images and no row in `rows` has a column
+            of images.
         rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. A TokenizerError of this function is raised only if the dataset has a column of
+        load_vision: see `tokenize_dataset`. A TokenizerError from this function is raised only if the dataset has a column of
             images.
     """
     if _have_images(rows):
@@ -273,7 +275,8 @@ def chosen_tokenizer(
     Args:
         model: the reference model's folder.
         tokenizer: folder or hub id of another tokenizer; None for the model's own.
-        chat_template: a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's template.
+        chat_template: path of a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's
+            template.
 
     Raises:
         TokenizerError: there is no tokenizer.
@@ -290,9 +293,9 @@ def chosen_tokenizer(
 def chosen_processor(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for pairs with images. Return None for a model that takes only text.
+    """Load the processor for pairs with images. Return None for a model that accepts only text.
 
-    The arguments and errors are those of `chosen_tokenizer`.
+    The arguments and errors are the same as for `chosen_tokenizer`.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)

@@ -1,8 +1,8 @@
 """Tokenise a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
 
-A file of token ids belongs to the dataset's content, the tokenizer's files, the format, the split and the versions of the
-libraries. Names of files do not matter. When the service runs a second job with the same dataset, or a job again, it reads the
-file instead of tokenising.
+A file of token ids is identified by the dataset's content, the tokenizer's files, the format, the split and the library
+versions, but not by file names. When the service runs a second job with the same dataset, or repeats a job, it reads the file
+of token ids instead of tokenising again.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class TokenizedDataset:
 
     Args:
         source: the rows.
-        load: function that returns the tokenizer; called once, before the first row is tokenised.
+        load: function that returns the tokenizer. It is called once, before the first row is tokenised.
         form: the dataset's format; None detects it.
-        kept: a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete pass
-            writes the file. Its name must come from `cache_name`, so that it cannot belong to another dataset. The rows'
-            original columns are not kept. The file is not written if a row reached a limit of time or memory, because the row
-            may be usable under another limit, or if rows have images, because the files of images are not part of the dataset's
-            content.
-        unchanged: called after each pass over `source`, before the token ids are kept. It must raise an error if the content
-            that was read may differ from the content that `kept` is named after.
+        kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
+            pass writes the file. Its name must come from `cache_name`, so that the file cannot belong to a different dataset.
+            The rows' original columns are not kept. The file is not written if a row reached a time or memory limit, because
+            the row may be usable with a different limit, or if rows have images, because image files are not part of the
+            dataset's content.
+        unchanged: function that is called after each pass over `source`, before the token ids are kept. It must raise an error
+            if the content that was read may differ from the content that determined the name of `kept`.
         limits: limits for tokenising a row; None for the defaults.
-        check: called many times a second while rows are read and tokenised; may raise to stop.
-        load_vision: loads the model's image processor, for pairs with images; see `tokenize_dataset`.
+        check: function that is called many times a second while rows are read and tokenised; may raise an error to stop.
+        load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
 
     Attributes:
         source: the rows.
@@ -84,7 +84,7 @@ class TokenizedDataset:
         return self._load()
 
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
-        """Return a view of these rows only; see RowSource.only. The view does not use a file of token ids."""
+        """Return a view of only the given rows; see RowSource.only. The view does not use a file of token ids."""
         return TokenizedDataset(
             self.source.only(numbers),
             lambda: self.tokenizer,
@@ -175,7 +175,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
 
 
 def delete_oldest(folder: Path, max_bytes: int) -> None:
-    """Delete the least recently used files of token ids until the other files take at most `max_bytes`."""
+    """Delete the least recently used files of token ids until the remaining files use at most `max_bytes`."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
     kept = 0
     for file in files:
@@ -185,7 +185,7 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete partial files of processes that were killed. Each process locks the file that it writes until the process ends."""
+    """Delete partial files left by processes that were killed. A running process keeps its partial file locked."""
     for partial in folder.glob(".*.partial"):
         with suppress(OSError):  # the file is locked, or was renamed a moment ago
             descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -39,11 +39,11 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if other files have been put at their paths meanwhile.
+        """Load the tokenizer from the open files, even if the files at their paths have since been replaced.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
-            FileChangedError: a file was written to while it was loaded.
+            FileChangedError: a file was written to while it was being loaded.
         """
         from transformers import AutoTokenizer  # not needed to compute the digest
 
@@ -62,7 +62,7 @@ class TokenizerFiles:
 
 @contextmanager
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
-    """Open the tokenizer's files of a model folder during the block.
+    """Open the tokenizer files of a model folder for the duration of the block.
 
     If an adapter's folder has no tokenizer, the base model's files are opened. Raises TokenizerError if the files cannot be
     read.
@@ -99,7 +99,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Identify the current tokenizer of a model folder without loading it. Raises the errors of `open_tokenizer`."""
+        """Identify the current tokenizer of a model folder without loading it. Raises the same errors as `open_tokenizer`."""
         with open_tokenizer(model) as opened:
             return TokenizerRef(model, trust_remote_code, opened.digest, self)
 
@@ -108,7 +108,7 @@ class TokenizerCache:
         if key not in self._loaded:
             with open_tokenizer(named.model) as opened:
                 if opened.digest != named.digest:
-                    raise FileChangedError(f"the tokenizer's files in {opened.folder} were changed during the run; run again")
+                    raise FileChangedError(f"the tokenizer's files in {opened.folder} changed during the run; run again")
                 self._loaded[key] = opened.load(named.trust_remote_code)
         self._loaded.move_to_end(key)
         while len(self._loaded) > self._most:
@@ -118,7 +118,7 @@ class TokenizerCache:
 
 @dataclass(frozen=True)
 class TokenizerRef:
-    """A tokenizer that is identified by the content of its files.
+    """A tokenizer, identified by the content of its files.
 
     Attributes:
         model: folder of the tokenizer.
@@ -133,7 +133,7 @@ class TokenizerRef:
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
-        Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if it is no longer cached and its files
-        have changed.
+        Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if the tokenizer is no longer cached and
+        its files have changed.
         """
         return self.cache.get(self)

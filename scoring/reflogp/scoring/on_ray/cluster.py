@@ -1,6 +1,7 @@
-"""Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors in words.
+"""Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-To check that another node shares a folder, this process writes a temporary file there, and the node looks for the file.
+To check that another node shares a folder, this process writes a temporary file to the folder, and the node looks for that
+file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
 
-#: The address that starts Ray on this machine, until this process disconnects.
+#: The address that starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
 _CONNECT_SECONDS = 5.0
 
@@ -31,8 +32,8 @@ def connect(address: str | None) -> bool:
     """Connect to the cluster at an address. If this process is already connected to a cluster, change nothing and return False.
 
     Args:
-        address: "auto", host:port, ray://host:port, or "local"; None for $RAY_ADDRESS, or for this machine if $RAY_ADDRESS is
-            not set.
+        address: "auto", host:port, ray://host:port, or "local"; None uses $RAY_ADDRESS, or this machine if $RAY_ADDRESS is not
+            set.
 
     Raises UsageError if there is no cluster at the address.
     """
@@ -41,7 +42,7 @@ def connect(address: str | None) -> bool:
     where = address or os.environ.get("RAY_ADDRESS") or LOCAL
     own = {"include_dashboard": False} if where == LOCAL else {}
     try:
-        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray itself would try for minutes
+        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray itself would keep trying for minutes
             socket.create_connection((named[1], int(named[2])), _CONNECT_SECONDS).close()
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -52,9 +53,9 @@ def connect(address: str | None) -> bool:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster during the block; see `connect`.
+    """Connect to a cluster for the duration of the block; see `connect`.
 
-    After the block, a new connection is closed, which ends its actors.
+    A connection that was opened for the block is closed at its end, which stops the connection's actors.
     """
     ours = connect(address)
     try:
@@ -65,41 +66,41 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
-    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, else "cpu".
+    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, otherwise "cpu".
 
     Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
     if choice.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device {choice.device}: on Ray each worker is given its own GPU; use auto, cpu or cuda")
+        raise UsageError(f"device {choice.device}: Ray assigns a GPU to each worker; use auto, cpu or cuda")
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
     return replace(choice, device="cuda" if gpu else "cpu") if choice.device == "auto" else choice
 
 
 def default_workers(choice: EngineChoice) -> int:
-    """Return the number of workers that the whole cluster has room for. It is at least 1, because Ray may add nodes."""
+    """Return the number of workers that fit on the whole cluster, but at least 1, because Ray may add nodes."""
     resources = ray.cluster_resources()
     room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
     return max(1, int(room))
 
 
 def resources_of(choice: EngineChoice) -> dict[str, float]:
-    """Return the resources of a worker as options of a Ray actor."""
+    """Return the resources that a worker needs, as options for a Ray actor."""
     return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
 
 
 def describe_cluster() -> str:
-    """Return the cluster's GPUs, CPUs and nodes in words."""
+    """Return a description of how many GPUs, CPUs and nodes the cluster has."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
-    return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs in {len(alive)} nodes"
+    return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs on {len(alive)} nodes"
 
 
 def this_node() -> str:
-    """Return the name of the node that this actor runs on: the IP address and a short node id."""
+    """Return the name of the node that this actor runs on: its IP address and a shortened node id."""
     return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
 
 
 def reason_of(error: RayError) -> str:
-    """Return the reason, in a few words, why an actor has ended."""
+    """Return a short description of why an actor died."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
         return "the worker's node died"
@@ -109,7 +110,7 @@ def reason_of(error: RayError) -> str:
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
-    """Return the error that our code raised on a node, with the node's name in its message."""
+    """Return the error that reflogp raised on a node, with the node's name in the message."""
     cause = error.cause
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
@@ -122,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def probe(folder: Path) -> Iterator[str]:
-    """Write a temporary file into the folder for the block, and yield the file's path.
+    """Write a temporary file to a folder for the duration of the block, and yield the file's path.
 
     Raises EngineError if the file cannot be written.
     """

@@ -30,13 +30,13 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 
-#: Seconds without any placed worker until a warning is given, and until the run fails. A node that Ray adds takes minutes to
-#: start.
+#: Number of seconds without any placed worker after which the run warns, and number after which the run fails. A node that Ray
+#: adds takes minutes to start.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that reports its node, and checks that its node shares the folder of the run's store."""
+    """A ScoringWorker that reports the node it runs on, and checks that the node shares the folder of the run's store."""
 
     def place(self) -> str:
         """Return the name of the worker's node."""
@@ -58,12 +58,12 @@ class ClusterWorkers:
     """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
 
     Args:
-        model: folder or hub id of the model; each node resolves it itself.
+        model: folder or hub id of the model, which each node resolves itself.
         revision: revision of a hub id.
         reference: the reference whose values are computed.
-        choice: engine of each worker.
-        count: number of workers; None for as many as the cluster has room for (see `cluster.default_workers`).
-        place_seconds: seconds without any placed worker after which the run fails.
+        choice: the engine that each worker loads.
+        count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
+        place_seconds: number of seconds without any placed worker after which the run fails.
     """
 
     may_come = True
@@ -94,7 +94,7 @@ class ClusterWorkers:
     def begin(self, have: int) -> list[Worker]:
         """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet count as existing."""
         store, _ = split_table_uri(self._table_folder)
-        actor_class: Any = ray.remote(NodeWorker)  # ray's types lack `options` and the methods of a class
+        actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
@@ -102,8 +102,8 @@ class ClusterWorkers:
     def look(self, is_any_placed: bool) -> None:
         """Warn while no worker is placed, and raise EngineError after `place_seconds`; see Workers.look.
 
-        Unplaced workers are ignored while other workers run. Ray does not report whether a worker waits for room or for its
-        process to start.
+        Unplaced workers are ignored while other workers run. Ray does not report whether a worker is waiting for resources or
+        for its process to start.
         """
         now = time.monotonic()
         if is_any_placed:
@@ -112,12 +112,12 @@ class ClusterWorkers:
         self._without_since = self._without_since or now
         waited = now - self._without_since
         asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
-        what = f"no worker could start: each asks for {asked}, and the Ray cluster has {describe_cluster()}"
+        what = f"no worker could start: each asks for {asked}, but the Ray cluster has {describe_cluster()}"
         if waited > self._place_seconds:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for new nodes", stacklevel=2)
 
 
 class _RayWorker:
@@ -159,7 +159,7 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return a future for a Ray reference. The future raises the actor's error, or WorkerGoneError if the actor has ended."""
+    """Return a future for a Ray reference. The future raises the actor's error, or WorkerGoneError if the actor died."""
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:

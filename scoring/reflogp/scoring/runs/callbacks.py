@@ -17,13 +17,13 @@ class ProgressCallbacks:
     """
 
     def begin(self, sequences: int) -> None:
-        """Report the estimated number of sequences in the dataset; called once, when the first rows were read."""
+        """Report the estimated number of sequences in the dataset; called once, when the first rows have been read."""
 
     def read(self, rows: int) -> None:
         """Report that `rows` rows in total have been read and tokenized."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, for which the engine computed `tokens` tokens."""
+        """Report that `sequences` more sequences are done, with `tokens` tokens computed by the engine."""
 
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that has no values after this run; `problem` is the reason."""
@@ -40,7 +40,7 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that update a progress bar, which counts sequences, and record the rows that were left out.
+    """Callbacks that update a progress bar for sequences, and record the rows that were left out.
 
     Args:
         bar: the progress bar.
@@ -67,7 +67,7 @@ class ProgressBar(ProgressCallbacks):
             self._bad.append(f"row {row} was left out: {problem}")
 
     def print_bad_rows(self) -> None:
-        """Print the first rows that were left out, and the number of further rows that were left out."""
+        """Print the first rows that were left out, and how many more were left out."""
         for line in self._bad:
             self._bar.write(line)
         if self._bad_rows > len(self._bad):
@@ -82,7 +82,7 @@ def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
         label: the text in front of the bar, such as "scoring".
         show: True shows the bar, False hides it; None shows it in terminals and notebooks only.
     """
-    from tqdm.auto import tqdm  # the command line has its own bar and is installed without tqdm
+    from tqdm.auto import tqdm  # the command line has its own bar, and can be installed without tqdm
 
     with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:
         progress = ProgressBar(bar)

@@ -14,7 +14,7 @@ from reflogp.store import LogprobTable
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
 
-#: Maximum number of sequences, and of seconds, between two commits. A crash loses the work since the last commit.
+#: Maximum numbers of sequences and of seconds between two commits. A crash loses the work since the last commit.
 COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 
@@ -23,7 +23,7 @@ class Committer:
     """An object that commits values to one table.
 
     Args:
-        table: table of the values.
+        table: table for the values.
     """
 
     def __init__(self, table: LogprobTable) -> None:
@@ -42,12 +42,12 @@ class Committer:
 
         Args:
             keys: keys of the whole sequences, binary (n,).
-            sequences: the n sequences, truncated as they were scored.
-            completion_lens: number of tokens of each whole completion, (n,).
+            sequences: the n sequences, truncated in the same way as for scoring.
+            completion_lens: number of tokens in each whole completion, (n,).
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.
 
-        Raises the errors of LogprobTable.append.
+        Raises the same errors as LogprobTable.append.
         """
         with span("commit", sequences=len(sequences), tokens=sum(map(len, sequences))) as commit:
             rows = shard_table(

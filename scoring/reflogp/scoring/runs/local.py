@@ -23,10 +23,10 @@ class LocalScorer:
     Args:
         make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so a run
             with only cache hits loads no model.
-        commit_sequences, commit_seconds: maximum number of sequences, and of seconds, between two commits.
+        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits.
 
     Attributes:
-        batch: number of misses worth collecting before `score`; see Scorer.batch.
+        batch: number of misses to collect before calling `score`; see Scorer.batch.
         scored: number of misses that have values.
         done: number of misses that have values or could not be scored.
     """
@@ -50,7 +50,7 @@ class LocalScorer:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the engine computed."""
+        """Number of seconds during which the engine was computing."""
         return 0.0 if self._computing is None else self._computing.seconds
 
     def open(self, table: LogprobTable) -> None:
@@ -124,7 +124,7 @@ class LocalScorer:
         """Report the pipeline's events to the callbacks. Return True after the last event.
 
         Args:
-            callbacks: called in this thread.
+            callbacks: callbacks for outcomes; they are called in this thread.
             patience: seconds to wait for the first event; None for no limit.
 
         Raises the error that ended the pipeline.

@@ -16,8 +16,8 @@ class Miss:
     Attributes:
         key: key of the whole sequence.
         sequence: the sequence as it is scored; its completion may be truncated.
-        completion_len: number of tokens of the whole completion.
-        rows: numbers of the rows that need the sequence. Rows may be added until the miss is done.
+        completion_len: number of tokens in the whole completion.
+        rows: numbers of the rows that need the sequence. Rows may be added until the outcome of the miss is reported.
     """
 
     key: bytes
@@ -30,13 +30,13 @@ class OutcomeCallbacks(Protocol):
     """Callbacks for the outcomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Report that the values of a miss are computed. A later call of `committed` reports that the store has the values."""
+        """Report that the values of a miss have been computed. A later call to `committed` reports that they are stored."""
 
     def failed(self, miss: Miss, problem: str) -> None:
-        """Report that a miss has no values; `problem` is the reason."""
+        """Report that a miss cannot be scored; `problem` is the reason."""
 
     def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """Report that the store has the values of these misses in snapshot number `snapshot` and all later ones."""
+        """Report that the store contains the values of these misses in snapshot number `snapshot` and all later snapshots."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Work:
     """The time and operations that scoring took.
 
     Attributes:
-        seconds: seconds in which an engine computed.
-        operations: operations of the scored sequences.
-        peak: matrix product rate of all devices together, in operations per second; None if nothing was computed or an engine
+        seconds: number of seconds during which an engine was computing.
+        operations: operation counts of the scored sequences.
+        peak: total matrix product rate of all devices, in operations per second; None if nothing was computed or an engine
             cannot measure its rate.
         provenance: how the values were computed; None if nothing was computed.
-        workers: largest number of engines that computed at the same time.
+        workers: largest number of engines that were computing at the same time.
     """
 
     seconds: float = 0.0
@@ -64,7 +64,7 @@ class Scorer(Protocol):
 
     @property
     def batch(self) -> int:
-        """Number of misses to collect before a call of `score`. If the scorer is starved, fewer misses are passed."""
+        """Number of misses to collect before calling `score`. If the scorer is starved, fewer misses are passed."""
 
     def open(self, table: LogprobTable) -> None:
         """Set the table to which values are committed. This method is called once, before any other method."""
@@ -73,7 +73,7 @@ class Scorer(Protocol):
         """Return True if the scorer needs more misses now, even if only a few have been collected."""
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """Queue misses, and return when there is room for more. Later calls report the outcomes that are not known yet.
+        """Queue misses, and return when there is room for more. Outcomes that are not known yet are reported by later calls.
 
         Args:
             misses: misses to score. Until a key's outcome is reported, the key may be passed again only with a longer part of
@@ -82,20 +82,20 @@ class Scorer(Protocol):
             callbacks: callbacks for outcomes; they are called during this call, in this thread.
 
         Raises:
-            ReflogpError: the scorer cannot continue. The values that were computed are committed.
+            ReflogpError: the scorer cannot continue. Computed values are committed.
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
         """Report outcomes without waiting.
 
-        This method is called while there are no misses to score, and raises the errors of `score`.
+        This method is called while there are no misses to score, and raises the same errors as `score`.
         """
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
-        """Wait until the outcomes of all misses are reported. Raises the errors of `score`."""
+        """Wait until the outcomes of all misses are reported. Raises the same errors as `score`."""
 
     def stop(self) -> None:
-        """Stop scoring, and return when the values that were computed are committed. No further outcomes are reported."""
+        """Stop scoring, and return when computed values are committed. No further outcomes are reported."""
 
     def work(self) -> Work:
         """Return the time and operations that scoring took."""

@@ -1,9 +1,9 @@
-"""Compute with one engine and commit to one table at the same time. The input is groups of misses, and the output is events.
+"""Compute with one engine and commit to one table at the same time. Groups of misses go in, and events come out.
 
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
 
-So the device waits neither for the tokenizer nor for commits.
+As a result, the device does not wait for the tokenizer or for commits.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
-#: Maximum number of groups that wait for the engine, and of passes that wait for a commit. A pass of 65,536 tokens takes about
-#: 1 MB of memory.
+#: Maximum number of groups waiting for the engine, and maximum number of passes waiting for a commit. A pass of 65,536 tokens
+#: takes about 1 MB of memory.
 _GROUPS, _PASSES = 1, 32
-#: Seconds that `stop` waits for the current pass of the engine.
+#: Number of seconds that `stop` waits for the engine's current pass.
 _LAST_SECONDS = 20.0
-#: Maximum seconds to wait for a new group before the engine is asked again.
+#: Maximum number of seconds to wait for a new group before asking the engine again.
 _LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The event that a miss has values, which are committed later."""
+    """Event: a miss has been scored; its values will be committed later."""
 
     miss: Miss
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The event that a miss has no values; `problem` is the reason."""
+    """Event: a miss cannot be scored; `problem` is the reason."""
 
     miss: Miss
     problem: str
@@ -54,7 +54,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Committed:
-    """The event that the store has the values of these misses, in this snapshot and all later ones."""
+    """Event: the store contains the values of these misses, in this snapshot and all later snapshots."""
 
     misses: list[Miss]
     snapshot: int
@@ -78,13 +78,13 @@ class ScoringPipeline:
 
     Args:
         engine: the engine, whose `flow` runs in a single thread of the pipeline.
-        table: table of the values.
+        table: table for the values.
         provenance: provenance of the values.
         tell: function that is called with each event, in a thread of the pipeline.
-        commit_sequences, commit_seconds: maximum number of sequences, and of seconds, between two commits.
+        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits.
 
     Attributes:
-        seconds: seconds in which the engine computed.
+        seconds: number of seconds during which the engine was computing.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ScoringPipeline:
         return self._groups.put(_Group(misses, at_once))
 
     def is_starved(self) -> bool:
-        """Return True if no group waits for the engine."""
+        """Return True if no group is waiting for the engine."""
         return self._groups.is_empty()
 
     def finish(self) -> None:
@@ -134,9 +134,9 @@ class ScoringPipeline:
         self._groups.close()
 
     def stop(self) -> None:
-        """Begin no further pass, and return when the values that were computed are committed.
+        """Start no further pass, and return when computed values are committed.
 
-        After 20 seconds, this method does not wait for the current pass any more, because a pass of vLLM may take minutes.
+        This method waits at most 20 seconds for the current pass, because a vLLM pass may take minutes.
         """
         self._stopped.set()
         self._groups.close()
@@ -162,7 +162,8 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    self.seconds += now - since  # includes waits for a commit, because the device computes meanwhile
+                    # This includes time spent waiting for a commit, because the device keeps computing during that time.
+                    self.seconds += now - since
                     since = now
                     self._passes.put(landed)
         except BaseException as caught:
@@ -184,7 +185,7 @@ class ScoringPipeline:
         return landed
 
     def _commit_passes(self) -> None:
-        """Commit values until the engine has ended. If a commit fails, only wait until the engine has ended."""
+        """Commit values until the engine has ended. If a commit fails, commit nothing more and wait for the engine to end."""
         error: BaseException | None = None
         is_failed = False
         while True:
@@ -209,7 +210,7 @@ class ScoringPipeline:
                 return
 
     def _patience(self) -> float | None:
-        """Return the seconds until the next commit, or None if no values wait for a commit."""
+        """Return the seconds until the next commit, or None if no values are waiting for a commit."""
         if not self._done:
             return None
         return max(0.0, self._since + self._commit_seconds - time.monotonic())
@@ -251,7 +252,7 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are computed together; `left` is the number of those that have no outcome yet."""
+    """Misses that are computed together; `left` is the number of misses that have no outcome yet."""
 
     misses: list[Miss]
     at_once: bool
@@ -267,7 +268,7 @@ _Pass = list[tuple[Miss, _Group, Outcome]]
 class _Groups(Iterator[list[Sequence]]):
     """A queue of the groups that wait for the engine.
 
-    Iteration never waits: it yields an empty list while the queue is empty.
+    Iteration never blocks: it yields an empty list while the queue is empty.
     """
 
     def __init__(self) -> None:
@@ -296,7 +297,7 @@ class _Groups(Iterator[list[Sequence]]):
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for a group or for a call of `close`."""
+        """Wait up to `seconds` seconds for a group or for a call to `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
 
@@ -313,6 +314,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove and return the miss with this number, and its group. Numbers count the sequences of the engine's flow."""
+        """Remove and return the miss with this number, and its group. Sequences are numbered as in Engine.flow."""
         with self._changed:
             return self._begun.pop(number)

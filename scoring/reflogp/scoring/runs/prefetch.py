@@ -1,4 +1,4 @@
-"""Iterate in a background thread, a few items ahead of the consumer, so that items are made while earlier items are used."""
+"""Iterate in a background thread, a few items ahead of the consumer, so that items are produced while others are used."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Maximum seconds that `close` waits for the thread. A thread that is still making an item then ends after that item, or with
-#: the process.
+#: Maximum number of seconds that `close` waits for the thread. A thread that is still producing an item then ends after that
+#: item, or when the process exits.
 _LAST_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterator over items that a background thread makes in advance; a context manager that ends the thread.
+    """An iterator over items that a background thread produces in advance. As a context manager, it ends the thread.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items in the queue. The thread may be making one more item.
+        depth: maximum number of finished items in the queue. The thread may be producing one more item.
         name: name of the thread.
     """
 
@@ -44,10 +44,10 @@ class Prefetch(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If an error occurred while an item was made, raise the error after the items before it.
+        """Yield the items. If an error occurred while an item was produced, raise it after the items before it.
 
         Args:
-            meanwhile: called several times a second while the next item is not ready.
+            meanwhile: function that is called several times a second while the next item is not ready.
         """
         while True:
             try:
@@ -62,7 +62,7 @@ class Prefetch(Generic[T]):
             yield made[0]
 
     def close(self) -> None:
-        """Stop making items, and wait a few seconds for the thread to end."""
+        """Stop producing items, and wait a few seconds for the thread to end."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
 
@@ -77,7 +77,7 @@ class Prefetch(Generic[T]):
             last = error
         finally:
             if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()  # in this thread, in which the generator entered its context managers
+                items.close()  # in this thread, where the generator entered its context managers
         self._put(last)
 
     def _put(self, made: tuple[T] | BaseException | None) -> bool:

@@ -31,7 +31,7 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation, wi
 
 #: Maximum number of windows of rows that are read, tokenized and looked up while earlier windows are scored.
 _WINDOWS_AHEAD = 2
-#: Misses are passed to the scorer when their images take more than this many bytes of memory.
+#: Misses are passed to the scorer when their images use more than this many bytes of memory.
 _IMAGE_BYTES = 256 << 20
 #: Maximum number of failed sequences whose keys are remembered.
 _FAILED_KEYS = 10_000
@@ -46,30 +46,30 @@ class ScoreSummary:
     """The counts and rates of a scoring run. `sequences` is the sum of `hits`, `duplicates`, `scored` and `failed`.
 
     Attributes:
-        rows: rows that were read.
-        bad_rows: rows that have no values after the run.
+        rows: number of rows that were read.
+        bad_rows: number of rows that have no values after the run.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
-        empty_prompts: rows without a prompt. The first completion token of such a row is context and has no value, as in TRL's
-            loss.
-        sequences: sequences of usable rows.
-        hits: sequences that the store had before the run.
-        duplicates: sequences that occurred earlier in the same run.
-        scored: sequences that were computed.
-        failed: sequences that could not be scored.
-        tokens: number of tokens of the scored sequences, prompts included.
+        dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
+        empty_prompts: number of rows without a prompt. The first completion token of such a row is context and has no value, as
+            in TRL's loss.
+        sequences: number of sequences in usable rows.
+        hits: number of sequences that were in the store before the run.
+        duplicates: number of sequences that occurred earlier in the same run.
+        scored: number of sequences whose log-probs were computed.
+        failed: number of sequences that could not be scored.
+        tokens: number of tokens in the scored sequences, including prompts.
         seconds: wall time of the run.
-        scoring_seconds: part of the wall time in which an engine computed.
+        scoring_seconds: part of the wall time during which an engine was computing.
         tokens_per_second: tokens divided by scoring_seconds.
-        model_flops_utilization: operations per second of scoring_seconds, divided by the measured rate of products of random
-            matrices on all devices together: at most 1. Shared tokens count once and padding does not count (see Operations).
-            None if nothing was computed, or if the engine cannot count.
-        sharing_gain: number of operations without shared prefixes (a separate forward pass over each scored sequence), divided
-            by the number of operations that were computed: at least 1. None if nothing was computed, or if the engine cannot
-            count.
-        workers: largest number of engines that computed at the same time; 0 if nothing was computed.
-        reference_id: reference of the values, 32 hex digits.
-        snapshot: number of the first snapshot that has all values.
+        model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
+            together multiply random matrices; at most 1. Shared tokens count once and padding does not count (see Operations).
+            None if nothing was computed, or if the engine cannot count operations.
+        sharing_gain: number of operations that a separate forward pass over each scored sequence would need, divided by the
+            number of operations that were computed; at least 1. None if nothing was computed, or if the engine cannot count
+            operations.
+        workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
+        reference_id: id of the reference that computed the values, 32 hex digits.
+        snapshot: number of the first snapshot that contains all values.
         store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
     """
@@ -131,25 +131,26 @@ def score_dataset(
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
 ) -> ScoreSummary:
-    """Score the sequences of a dataset that the store lacks.
+    """Score the sequences of a dataset whose log-probs are not in the store.
 
     Args:
         dataset: the tokenized dataset.
-        store: store of the values.
-        reference: the model that the scorer computes with.
-        scorer: computes and commits values. The scorer gets no sequences if the store already has all values.
+        store: store for the values.
+        reference: the reference model that the scorer uses.
+        scorer: object that computes and commits values. It gets no sequences if the store already has all values.
         settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
-            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. None scores whole sequences.
+            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences are
+            scored.
         watcher: callbacks for progress and bad rows.
-        strict_engine: name of an engine. OtherEngineError is raised if the store has values of another engine for a row.
+        strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
 
     Returns:
-        The counts and rates of the run. If KeyboardInterrupt or an error of the engine ends the run, committed values stay in
-        the store.
+        The counts and rates of the run. If KeyboardInterrupt or an engine error ends the run, committed values stay in the
+        store.
 
     Raises:
-        OtherEngineError: another engine than `strict_engine` computed a row's values. Values that were committed before stay in
-            the store.
+        OtherEngineError: an engine other than `strict_engine` computed a row's stored values. Values that the run has already
+            committed stay in the store.
         UsageError or a subclass: the input cannot be used.
         StoreError: the store cannot be written.
     """
@@ -188,17 +189,17 @@ def score_dataset(
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokenized rows, with the values that the snapshot from before the run has for them.
+    """A window of tokenized rows, with their values in the snapshot from before the run.
 
     Attributes:
         rows_in_all: estimated number of rows in the dataset.
-        sides: number of completions of a row.
+        sides: number of completions per row.
         last_row: number of the last row that was read.
         problems: row number -> the reason why the row cannot be used.
-        rows: numbers of the rows in the views, int64 (n,).
+        rows: row number of each tokenized row, int64 (n,).
         bare: array that is True for rows without a prompt, bool (n,).
-        looked_up: (windows, keys, stored values that were found) of each completion column.
-        images: the images of each row in the views; empty for rows of text.
+        looked_up: (windows, keys, stored values that were found) for each completion column.
+        images: the images of each tokenized row; empty for text-only rows.
     """
 
     rows_in_all: int
@@ -226,7 +227,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             looking_up.set(sequences=sum(map(len, keys)), hits=hits)
         yield _Window(
             rows_in_all,
-            len(window.table.column_names) - 2,  # all columns but row and prompt_ids
+            len(window.table.column_names) - 2,  # all columns except row and prompt_ids
             window.last_row,
             window.problems,
             window.table["row"].to_numpy(),
@@ -239,7 +240,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
 class _Run:
     """The state of one scoring run: its counts, and the misses that have no values yet.
 
-    The scorer calls it as its OutcomeCallbacks.
+    The scorer reports outcomes to this object; see OutcomeCallbacks.
     """
 
     def __init__(
@@ -261,13 +262,13 @@ class _Run:
         self._rows = self._sides = 0
         self._collected: dict[bytes, Miss] = {}  # not passed to the scorer yet
         self._image_bytes = 0
-        self._handed: dict[bytes, Miss] = {}  # passed to the scorer; `_now` does not have their values
+        self._handed: dict[bytes, Miss] = {}  # passed to the scorer; their values are not in `_now`
         self._fresh: list[Miss] = []  # committed after the snapshot `_now`
         self._bad: set[int] = set()
         self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, reason)
 
     def take(self, window: _Window) -> None:
-        """Count the rows of a window, and collect its misses. Pass misses to the scorer when there are enough."""
+        """Count the rows of a window, and collect its misses. Pass misses to the scorer when enough have been collected."""
         if not self._rows:
             self._rows, self._sides = window.rows_in_all, max(1, window.sides)
             if self._watcher:
@@ -376,7 +377,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """If values were committed, read a new snapshot, and forget the misses whose values it has."""
+        """If values were committed, read a new snapshot, and forget the misses whose values it contains."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -404,7 +405,7 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return, for each row, the data that an engine needs about its images. Return an empty list for rows of text."""
+    """Return the data that an engine needs about each row's images, or an empty list for text-only rows."""
     vision = rows.vision
     if vision is None:
         return []
@@ -417,10 +418,10 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError if another engine than `engine` computed any of the values at these indices."""
+    """Raise OtherEngineError if an engine other than `engine` computed any of the values at these indices."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(
-            f"the store has values of this dataset that {', '.join(sorted(others))} computed, and --strict-engine allows only "
-            f"values of {engine}: use another store, or omit --strict-engine (engines differ by rounding)"
+            f"the store has values for this dataset from {', '.join(sorted(others))}, but --strict-engine allows only values "
+            f"from {engine}; use a different store, or omit --strict-engine (values from different engines differ by rounding)"
         )

@@ -1,4 +1,4 @@
-"""Run workers in processes of this machine, one per place. They end when the run ends, even if the run is killed."""
+"""Run workers in processes on this machine, one per Place. The workers end with the run, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 from reflogp.store.storage import split_table_uri
 
-#: Modules that the forkserver imports once. Workers are forked from it, so the replacement of a lost worker starts at once.
+#: Modules that the forkserver imports once. Workers are forked from it, so the replacement for a lost worker starts
+#: immediately.
 _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
 
 
 class LocalWorkers:
-    """A source of workers in processes of this machine, one per place; see Workers.
+    """A source of workers in processes on this machine, one per Place; see Workers.
 
     Args:
         folder: folder of the model.
         reference: the reference whose values are computed.
-        choice: engine of each worker; its device is replaced by the place's.
-        places: places of the workers.
+        choice: the engine that each worker loads; its `device` is replaced by the device of the worker's Place.
+        places: the devices or GPUs that the workers run on.
     """
 
     may_come = True
@@ -60,7 +61,7 @@ class LocalWorkers:
         return [self._begin(place) for place in free]
 
     def look(self, is_any_placed: bool) -> None:
-        """Do nothing: a local worker has its place at once. See Workers.look."""
+        """Do nothing, because a local worker is placed immediately. See Workers.look."""
 
     def _begin(self, place: Place) -> _LocalWorker:
         choice = asdict(replace(self._choice, device=place.device))
@@ -69,7 +70,7 @@ class LocalWorkers:
 
 
 class _LocalWorker:
-    """A ScoringWorker in a process of its own. Its place is free again when the process has ended."""
+    """A ScoringWorker in its own process. Its Place becomes free when the process has ended."""
 
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
         self._place = place
@@ -108,7 +109,7 @@ class _LocalWorker:
         return self._ask("stop")
 
     def end(self) -> None:
-        """See Worker.end. Waits for the process, so that its memory is free when the place gets another worker."""
+        """See Worker.end. Waits for the process to end, so that its memory is free before the Place gets another worker."""
         self._process.kill()
         self._process.join()
         self._free.append(self._place)
@@ -121,7 +122,7 @@ class _LocalWorker:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-            with contextlib.suppress(OSError):  # the reading thread notices too, and sets the reason
+            with contextlib.suppress(OSError):  # the reading thread notices this too, and sets the reason
                 self._pipe.send((number, method, arguments))
         return answer
 
@@ -132,7 +133,7 @@ class _LocalWorker:
                 with self._lock:
                     answer = self._asked.pop(number)
                 settle(answer, value, error)
-        except Exception as error:  # the pipe has ended, or cannot be read after a broken message
+        except Exception as error:  # the pipe was closed, or a message was malformed
             if not isinstance(error, EOFError | OSError):
                 self._process.kill()
         self._process.join()

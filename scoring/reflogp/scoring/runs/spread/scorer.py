@@ -1,4 +1,4 @@
-"""Score misses on several workers: send units to workers that have room, replace lost workers, retry their units.
+"""Score misses on several workers: send units to workers that have room, replace lost workers, and retry lost units.
 
 All methods are called from the run's thread. ParallelScorer.score returns as soon as there is room for more misses.
 """
@@ -25,16 +25,17 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
-#: Number of workers in a row that may die before they are ready; after that no further worker is started.
+#: Number of consecutive workers that may die before they are ready. After that, no further worker is started.
 _FAILED_STARTS = 3
 #: After this many failures in a row, with nothing scored in between, the model or the device is blamed, not the rows. _LOSSES
-#: counts ready workers whose engine raised an error (the device may be lost), _KILLERS sequences that killed two workers each.
+#: counts ready workers whose engine raised an error (the device may be lost), and _KILLERS counts sequences that killed two
+#: workers each.
 _LOSSES, _KILLERS = 3, 3
-#: Seconds to wait for workers in one turn, without and with an engine in this process.
+#: Number of seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
 #: Seconds to wait for the workers' peak rates.
 _PEAK_SECONDS = 60.0
-#: Seconds that `stop` gives workers to commit computed values.
+#: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
 
 
@@ -42,7 +43,7 @@ class Worker(Protocol):
     """An engine in another process. Its futures raise the worker's errors, and WorkerGoneError if the worker is gone."""
 
     def place(self) -> Future[str]:
-        """Return where the worker runs, in words, as soon as it is placed."""
+        """Return a description of where the worker runs, as soon as it is placed."""
 
     def prepare(self) -> Future[dict[str, Any]]:
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
@@ -54,10 +55,10 @@ class Worker(Protocol):
         """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
-        """Compute no further pass and commit computed values; see UnitScorer.stop."""
+        """Start no further pass, and commit computed values; see UnitScorer.stop."""
 
     def end(self) -> None:
-        """End the worker at once; values that it has not committed are lost."""
+        """End the worker immediately; values that it has not committed are lost."""
 
 
 class Workers(Protocol):
@@ -65,7 +66,7 @@ class Workers(Protocol):
 
     Attributes:
         count: number of workers that the run has, or will have when all are started.
-        may_come: True if there are workers, or may be later.
+        may_come: True if the run has workers or may get workers later.
     """
 
     count: int
@@ -75,10 +76,10 @@ class Workers(Protocol):
         """Set the table that workers commit values to. Called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
-        """Start further workers and return them; `have` workers exist already."""
+        """Start more workers and return them; `have` is the number of workers that already exist."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Check on the source; called in each turn of the run. Raises EngineError if no worker can be started."""
+        """Check the source; called in each turn of the run's loop. Raises EngineError if no worker can be started."""
 
 
 @dataclass(eq=False)
@@ -87,9 +88,10 @@ class _Member:
 
     Attributes:
         asked: future of the response to `place`, then to `prepare`.
-        name: its place in words; empty until it is placed.
-        flying: units that it was sent, each with the future of its result and the time when it was sent; the oldest first.
-        landed_at: time when its newest result arrived.
+        name: description of where the worker runs; empty until the worker is placed.
+        flying: units that were sent to the worker, oldest first, each with the future of its result and the time when it was
+            sent.
+        landed_at: time when the worker's latest result arrived.
     """
 
     worker: Worker
@@ -101,7 +103,7 @@ class _Member:
     landed_at: float = 0.0
 
     def awaited(self) -> Future[Any] | None:
-        """Return the next response to come; None if there is no open request."""
+        """Return the future of the next response, or None if there is no open request."""
         if self.is_ready:
             return self.flying[0][1] if self.flying else None
         return self.asked
@@ -112,9 +114,9 @@ class ParallelScorer:
 
     Args:
         workers: source of the workers.
-        own: scorer with an engine of this process, which computes as well. Without it the run needs at least one worker.
-        check: called in each turn; raises to stop the run.
-        commit_sequences: maximum number of sequences of a unit.
+        own: scorer with an engine in this process, which also computes. Without it, the run needs at least one worker.
+        check: function that is called in each turn of the run's loop; may raise an error to stop the run.
+        commit_sequences: maximum number of sequences in a unit.
     """
 
     def __init__(
@@ -137,17 +139,17 @@ class ParallelScorer:
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._alone = False  # workers fail at every unit, so only this process's engine gets units
+        self._alone = False  # workers fail on every unit, so only this process's engine gets units
         self._own_done = 0
         self._given_own = 0
         self._began = self._ended = 0.0
-        self._present = 0.0  # seconds that lost workers were ready
+        self._present = 0.0  # total seconds for which lost workers were ready
         self._busy_since: float | None = None
         self._work = Work()
 
     @property
     def batch(self) -> int:
-        """Number of misses worth collecting; see Scorer.batch. 1, or a large group for this process's engine if it is alone."""
+        """Number of misses to collect (see Scorer.batch): 1, or a large group if only this process's engine computes."""
         return 1 if self._own is None or self._source.may_come else self._own.batch
 
     def open(self, table: LogprobTable) -> None:
@@ -164,7 +166,7 @@ class ParallelScorer:
         return len(self._queue) < self._unit_size() * self._engines()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """See Scorer.score; returns when the queue holds less than one unit for each engine."""
+        """See Scorer.score. Returns when the queue contains less than one unit for each engine."""
         fresh = [miss for miss in misses if miss.key not in self._killers]
         for miss in misses:
             if miss.key in self._killers:
@@ -179,7 +181,7 @@ class ParallelScorer:
         self._advance(callbacks, self.is_starved)
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """Report outcomes without waiting, and send units to workers with room; see Scorer.tell."""
+        """Report outcomes without waiting, and send units to workers that have room; see Scorer.tell."""
         if self._queue or self._members or self._own is not None:
             self._turn(callbacks, 0.0)
 
@@ -199,7 +201,7 @@ class ParallelScorer:
         wait(asked, timeout=_LAST_SECONDS)
 
     def work(self) -> Work:
-        """See Scorer.work. Workers come and go, so the peak is the mean peak times the average number of workers."""
+        """See Scorer.work. Workers come and go, so the peak is the mean peak multiplied by the average number of workers."""
         ready = [member for member in self._members if member.is_ready]
         done, _ = wait([member.worker.peak() for member in ready], timeout=_PEAK_SECONDS)
         peaks = [future.result() for future in done if future.exception() is None]
@@ -229,7 +231,7 @@ class ParallelScorer:
             self._own.close()
 
     def _engines(self) -> int:
-        """Return about how many engines share the remaining sequences."""
+        """Return the approximate number of engines that share the remaining sequences."""
         return max(1, self._source.count + (self._own is not None))
 
     def _advance(self, callbacks: OutcomeCallbacks, enough: Callable[[], bool]) -> None:
@@ -239,7 +241,7 @@ class ParallelScorer:
             self._turn(callbacks, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
 
     def _turn(self, callbacks: OutcomeCallbacks, patience: float) -> None:
-        """Send units to engines with room, and take the results that arrive within `patience` seconds."""
+        """Send units to engines that have room, and take the results that arrive within `patience` seconds."""
         self._keep_up_workers()
         self._give(callbacks)
         if self._own is not None:
@@ -257,11 +259,11 @@ class ParallelScorer:
         if self._failed_starts < _FAILED_STARTS:
             self._members += [_Member(worker, worker.place()) for worker in self._source.begin(len(self._members))]
         if not self._members and self._own is None:
-            died = f"{self._failed_starts} workers died one after the other before they were ready"
+            died = f"{self._failed_starts} workers in a row died before they were ready"
             raise EngineError(f"{died}; the last one: {self._last_reason}")
 
     def _note_own(self, own: LocalScorer) -> None:
-        """Note the progress of this process's engine since the last turn."""
+        """Record the progress of this process's engine since the last turn."""
         if own.done == self._own_done:
             return
         self._own_done = own.done
@@ -271,7 +273,7 @@ class ParallelScorer:
         self._note_idle()
 
     def _give(self, callbacks: OutcomeCallbacks) -> None:
-        """Send units to all engines with room, one each in turn, so that the last units are spread."""
+        """Send units to all engines that have room, one unit at a time to each, so that the last units are spread evenly."""
         for count in range(IN_FLIGHT):
             for member in [] if self._alone else self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
@@ -291,7 +293,7 @@ class ParallelScorer:
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """Give this process's engine a unit if it is starved.
 
-        While there are workers that take units, suspect units go to them only: a sequence that kills this process would end the
+        While workers accept units, suspect units go only to workers, because a sequence that kills this process would end the
         whole run.
         """
         if self._own is None or not self._own.is_starved():
@@ -306,7 +308,7 @@ class ParallelScorer:
             self._own.score(misses, self._to_come, callbacks)
 
     def _not_stored(self, unit: Unit, callbacks: OutcomeCallbacks) -> list[Miss]:
-        """Return the misses of a lost worker's unit that the store lacks; report the others as scored and committed."""
+        """Return the misses of a lost worker's unit that the store lacks; report the other misses as scored and committed."""
         now = self._table.snapshot()
         keys = pa.array([miss.key for miss in unit.misses], pa.binary())
         stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
@@ -318,7 +320,7 @@ class ParallelScorer:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now. A unit at which a worker died is scored alone."""
+        """Return True if a worker may get another unit now. A unit on which a worker died is scored alone."""
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
     def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
@@ -368,7 +370,7 @@ class ParallelScorer:
             callbacks.failed(unit.misses[index], problem)
 
     def _gone(self, member: _Member, reason: str, blamed: bool, callbacks: OutcomeCallbacks) -> None:
-        """Remove a lost worker and queue its units again; `blamed` is True if one of them may be the reason for the loss."""
+        """Remove a lost worker and queue its units again; `blamed` is True if one of these units may have caused the loss."""
         self._present += self._presence(member)
         self._members.remove(member)
         member.worker.end()
@@ -404,13 +406,13 @@ class ParallelScorer:
         self._alone = True
 
     def _note_busy(self) -> None:
-        """Note that at least one engine is busy from now on."""
+        """Record that at least one engine is busy from now on."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
             self._began = self._began or self._busy_since
 
     def _note_idle(self) -> None:
-        """Note that results have arrived; if no engine is busy now, add the busy period to the scoring seconds."""
+        """Record that results have arrived. If no engine is busy now, add the busy period to the scoring seconds."""
         self._ended = time.monotonic()
         is_busy = self._own_done < self._given_own or any(member.flying for member in self._members)
         if self._busy_since is not None and not is_busy:
@@ -418,7 +420,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return for how many seconds between the first and the last unit a worker was ready."""
+        """Return the number of seconds for which a worker was ready between the first and the last unit."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
@@ -427,7 +429,7 @@ class ParallelScorer:
 
 
 def _named(place: str, error: Exception) -> ReflogpError:
-    """Return a worker's error with its place in the message."""
+    """Return a worker's error, with the worker's location in the message."""
     kind = UsageError if isinstance(error, UsageError) else EngineError
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")

@@ -1,6 +1,6 @@
-"""Queue misses for workers: group them by prompt, cut units from them, and retry the units of lost workers.
+"""Queue misses for workers: group misses by prompt, divide them into units, and retry the units of lost workers.
 
-A sequence that kills its worker is found by halving the unit.
+A sequence that kills its worker is found by halving its unit repeatedly.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from reflogp.scoring.runs.committer import COMMIT_SECONDS
 from reflogp.scoring.runs.pending import Miss
 
-#: Number of sequences of the first units, before a worker's rate is known, and minimum number for later units.
+#: Number of sequences in the first units, before a worker's rate is known, and minimum number in later units.
 LEAST = 8
-#: Shortest scoring time of a unit in seconds, so that commits take a small share of the time.
+#: Minimum scoring time of a unit in seconds, so that commits take only a small fraction of the time.
 _LEAST_SECONDS = 2.0
-#: About how many units each worker gets of the remaining sequences. More units need more commits; with fewer, idle workers wait
-#: longer for the last unit.
+#: Approximate number of units per worker into which the remaining sequences are divided. More units need more commits; with
+#: fewer units, idle workers wait longer for the last unit.
 _PARTS = 4
-#: A unit has images of at most this many bytes, or a single sequence.
+#: Maximum number of bytes of images in a unit, unless a single sequence has more.
 _IMAGE_BYTES = 32 << 20
 #: Seconds of scoring after which a unit counts half as much in the measured rate.
 _HALVED_SECONDS = 30.0
@@ -33,9 +33,9 @@ class Unit:
     """Misses that one worker scores and commits together.
 
     Attributes:
-        again: True if a worker that had the unit is gone, so that the store may have some of its sequences.
-        suspect: True if that worker died, so that a sequence of the unit may be the reason.
-        deaths: number of workers that died at the unit; counted only for a single sequence.
+        again: True if a worker that had the unit was lost. The store may then already have some of the unit's sequences.
+        suspect: True if the lost worker died. A sequence of the unit may then be the cause.
+        deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
     misses: list[Miss]
@@ -45,7 +45,7 @@ class Unit:
 
 
 class UnitQueue:
-    """The queue of misses and of units to retry."""
+    """A queue of misses and of units to retry."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by prompt
@@ -56,7 +56,7 @@ class UnitQueue:
         return self._grouped + sum(len(unit.misses) for unit in self._again)
 
     def put(self, misses: list[Miss]) -> None:
-        """Queue misses, each next to the others with its prompt."""
+        """Queue misses, next to other misses with the same prompt."""
         for miss in misses:
             self._groups.setdefault(_prompt(miss), deque()).append(miss)
         self._grouped += len(misses)
@@ -64,12 +64,12 @@ class UnitQueue:
     def take(self, size: int, suspects: bool = True) -> Unit | None:
         """Remove and return the next unit, or None if there is none.
 
-        Units to retry come first. A new unit has up to `size` sequences, and sequences of one prompt are split only if they are
-        more than `size`.
+        Units to retry come first. A new unit has up to `size` sequences. Sequences with the same prompt are split across units
+        only if there are more than `size` of them.
 
         Args:
-            size: maximum number of sequences of a new unit.
-            suspects: also return units at which a worker died.
+            size: maximum number of sequences in a new unit.
+            suspects: True allows units on which a worker died.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -90,18 +90,18 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Return True if the next unit is a retry after a worker died at it."""
+        """Return True if the next unit is a retry of a unit on which a worker died."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
-        """Queue a lost worker's unit again, before all others."""
+        """Queue a lost worker's unit again, ahead of all other units."""
         unit.again = True
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """Split a unit at which a worker died into halves, and queue them again, before all others.
+        """Split a unit on which a worker died into halves, and queue both halves ahead of all other units.
 
-        A single sequence is queued once more. After its second death it is not queued but returned.
+        A unit with a single sequence is queued again. If a second worker dies on it, the sequence is returned instead.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1
@@ -121,7 +121,7 @@ def _prompt(miss: Miss) -> bytes:
 
 
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
-    """Add a miss's images to a unit's (digest -> bytes). Returns False, and adds none, if a unit cannot hold them all."""
+    """Add a miss's images to a unit's images (digest -> bytes). If they do not all fit, add none and return False."""
     own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
     both = images | own
     if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:
@@ -131,7 +131,7 @@ def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
 
 
 class Rate:
-    """Measures how many sequences one worker scores in a second, as an average in which old units lose weight."""
+    """The number of sequences that one worker scores per second, as an average in which older units have less weight."""
 
     def __init__(self) -> None:
         self._sequences = self._seconds = 0.0
@@ -140,29 +140,31 @@ class Rate:
         """Add a scored unit.
 
         Args:
-            sequences: number of its sequences.
-            seconds: how long its worker was busy with it alone, 0 if it was scored in the same pass as the unit before it.
+            sequences: number of sequences in the unit.
+            seconds: how long the worker was busy with only this unit; 0 if the unit was scored in the same pass as the unit
+                before it.
         """
         kept = 0.5 ** (seconds / _HALVED_SECONDS)
         self._sequences = kept * self._sequences + sequences
         self._seconds = kept * self._seconds + seconds
 
     def per_second(self) -> float | None:
-        """Return sequences per second of one worker; None before the first unit."""
+        """Return the number of sequences per second of one worker, or None before the first unit."""
         return self._sequences / self._seconds if self._seconds else None
 
 
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
-    """Return the number of sequences of the next unit.
+    """Return the number of sequences for the next unit.
 
-    It is a share of the remaining sequences, between what a worker scores in two seconds and what it scores in 30. It is never
-    more than the remaining sequences divided by the number of workers, unless that is less than 8.
+    The number is a share of the remaining sequences, but at least as many as a worker scores in 2 seconds, and at most as many
+    as it scores in 30 seconds. It never exceeds the remaining sequences divided by the number of workers, unless that quotient
+    is less than 8.
 
     Args:
-        left: about how many sequences no worker has yet.
-        workers: number of workers that share them.
+        left: approximate number of sequences that no worker has yet.
+        workers: number of workers that share these sequences.
         per_second: sequences that a worker scores per second; None before the first unit.
-        most: maximum number of sequences of one commit.
+        most: maximum number of sequences in one commit.
     """
     if per_second is None:
         return min(most, LEAST)

@@ -1,8 +1,8 @@
 """Send units of work to workers, which score them with an engine and commit the values.
 
-A unit is sent as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. The encoded
-images of a unit follow in a second stream, each once. A worker commits the values itself, so they are never sent back to the
-run.
+A unit is sent as a compressed Arrow IPC stream, so that a prompt shared by many sequences takes little space. The unit's
+encoded images follow in a second stream, where each image occurs once. Workers commit the values themselves, so values are
+never sent back to the run.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Sent:
 
     Attributes:
         keys: keys of the whole sequences, binary (n,).
-        sequences: the sequences to score, n.
-        completion_lens: number of tokens of each whole completion, (n,).
+        sequences: the n sequences to score.
+        completion_lens: number of tokens in each whole completion, (n,).
     """
 
     keys: pa.Array
@@ -80,10 +80,10 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return the decoded image. Raises RowError if Pillow decodes it to other pixels on this machine."""
+        """Return the decoded image. Raises RowError if Pillow decodes it to different pixels on this machine."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
-            raise RowError("an image has other pixels on this worker: its libraries decode it differently")
+            raise RowError("an image has different pixels on this worker, because its libraries decode the image differently")
         return image
 
     def encoded(self) -> bytes:
@@ -91,7 +91,7 @@ class _SentPicture:
 
 
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
-    """Encode misses for a worker. Also return the misses left out because an image can no longer be read, with the reasons."""
+    """Encode misses for a worker. Return the bytes, and the misses left out because an image cannot be read, with reasons."""
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     failed: dict[bytes, str] = {}
@@ -132,8 +132,8 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """Decode the bytes that `encode` returned.
 
     Args:
-        find_vision: called for a unit with images, with the folder and the settings of the run's processor; returns the same
-            processor here.
+        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's processor, and
+            returns the same processor on this machine.
     """
     reader = pa.BufferReader(content)
     table = pa.ipc.open_stream(reader).read_all()
@@ -159,11 +159,11 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
 
 
 class VisionCache:
-    """The image processors of a worker's model.
+    """A cache of the image processors for a worker's model.
 
     Args:
         model: folder of the model on this machine.
-        trust_remote_code: run code from a processor's folder.
+        trust_remote_code: True runs code from a processor's folder.
     """
 
     def __init__(self, model: str, trust_remote_code: bool) -> None:
@@ -173,9 +173,10 @@ class VisionCache:
         self._lock = threading.Lock()
 
     def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
-        """Return the processor with these settings, from the run's folder if it is on this machine, else from the model's.
+        """Return the processor with these settings.
 
-        Raises UsageError if neither has these settings.
+        The processor is loaded from the run's folder if the folder is on this machine, otherwise from the model's folder.
+        Raises UsageError if neither folder has a processor with these settings.
         """
         with self._lock:
             for place in [folder, self._model]:
@@ -190,8 +191,8 @@ class VisionCache:
                     self._loaded[found.tokens.settings] = found
             if settings not in self._loaded:
                 raise UsageError(
-                    "the run's image processor is not on this worker's machine: put it into the model's folder, or give a "
-                    "folder that every machine has"
+                    "the run's image processor is not on this worker's machine: put it in the model's folder, or use a "
+                    "folder that exists on every machine"
                 )
             return self._loaded[settings]
 
@@ -207,18 +208,18 @@ def _arrays(lists: pa.ListArray) -> list[npt.NDArray[np.int64]]:
     return np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
 
 
-#: Units that a worker has at the same time: it commits one, scores the second, and need not wait for the third.
+#: Number of units that a worker has at the same time: it commits one, scores another, and has a third one ready.
 IN_FLIGHT = 3
-#: Seconds between two checks whether the engine has room for a unit.
+#: Seconds between two checks of whether the engine has room for a unit.
 _LOOK_SECONDS = 0.01
 
 
 class UnitScorer:
-    """A scorer of units. It takes several units at the same time, so that the engine does not wait for the next unit.
+    """An object that scores units. It accepts several at a time, so that the engine does not wait for the next unit.
 
     Args:
-        engine: its `flow` runs in a thread of this object only.
-        table: table of the values.
+        engine: the engine, whose `flow` runs only in a thread of this object.
+        table: table for the values.
         vision: the image processors of the engine's model.
 
     Attributes:
@@ -237,17 +238,17 @@ class UnitScorer:
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score a unit and commit its values. Call it from one thread per unit to have several units in flight.
+        """Score a unit and commit its values. To process several units at the same time, call this from one thread per unit.
 
         Args:
             content: the unit, as the bytes that `encode` returned.
-            again: the store may have some of the sequences from a lost worker; those are not computed again.
+            again: True if a lost worker may already have stored some of the sequences. Stored sequences are not computed again.
 
         Returns:
-            A dict with "problems" (index -> why there are no values), "snapshot" (number of the snapshot that has the other
-            values; None if there are none) and "operations".
+            A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of the snapshot that
+            contains all other values; None if there are none) and "operations" (operations since the last result).
 
-        Raises the errors of the engine and the store, and EngineError after `stop`; computed values are committed.
+        Raises the errors of the engine and the store, and EngineError after a call to `stop`. Computed values are committed.
         """
         unit = decode(content, self._vision.find)
         problems = self._engine.problems(unit.sequences)
@@ -286,7 +287,7 @@ class UnitScorer:
         return self._error
 
     def stop(self) -> None:
-        """Compute no further pass; return when computed values are committed."""
+        """Start no further pass, and return when computed values are committed."""
         self._computing.stop()
 
     def _happened(self, event: Event) -> None:
@@ -312,7 +313,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
     Args:
         now: the snapshot.
         keys: keys of the whole sequences, binary (n,).
-        sequences: the sequences as they are scored, n.
+        sequences: the n sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
@@ -322,8 +323,8 @@ class _Asked:
     """The progress of a unit.
 
     Attributes:
-        problems: index -> why there are no values.
-        snapshot: number of the snapshot that has the other values; None if there is none yet.
+        problems: index of a sequence -> reason why it has no values.
+        snapshot: number of the snapshot that contains the values of the other sequences; None if there is none yet.
         left: number of sequences that have neither values in the store nor a problem yet.
     """
 
@@ -336,12 +337,12 @@ class ScoringWorker:
     """A worker with one engine. Its arguments can be pickled, and nothing is loaded before `prepare`.
 
     Args:
-        model: folder or hub id, as this machine resolves it.
+        model: folder or hub id of the model, resolved on this machine.
         revision: revision of a hub id.
-        reference: Reference.to_json of the model; `prepare` raises UsageError if the weights here differ.
+        reference: Reference.to_json of the model; `prepare` raises UsageError if the weights on this machine differ.
         choice: fields of an EngineChoice.
         store: URI of the store.
-        threads: torch's CPU threads, for an engine that computes on the CPU.
+        threads: number of CPU threads that torch uses, for an engine that computes on the CPU.
     """
 
     def __init__(
@@ -356,7 +357,7 @@ class ScoringWorker:
         self._units: UnitScorer
 
     def prepare(self) -> dict[str, Any]:
-        """Load the engine and open the store; return the provenance of the values to come.
+        """Load the engine and open the store. Return the provenance of the values that the engine will compute.
 
         Raises:
             UsageError: the model is not found on this machine, or its weights are not the reference's.
@@ -387,5 +388,5 @@ class ScoringWorker:
         return self._units.peak()
 
     def stop(self) -> None:
-        """Compute no further pass and commit computed values; see UnitScorer.stop."""
+        """Start no further pass, and commit computed values; see UnitScorer.stop."""
         self._units.stop()
