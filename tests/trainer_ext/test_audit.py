@@ -197,7 +197,7 @@ class TestWrongStores:
         seen = iter(range(10_000))
         bad = damaged_copy(store, tmp_path / "bad", lambda v: v - 0.05 * (next(seen) % 2))
         audit = ReferenceAudit(checks=("spot_check",), spot_rows=16)
-        with pytest.raises(StepZeroError, match="re-scored by the policy"):
+        with pytest.raises(StepZeroError, match=r"the policy's log-probs of rows \d"):
             cached_trainer({"reference": ReferenceSource(bad, reference_id=source.reference_id), "audit": audit}).train()
 
     @pytest.mark.slow
@@ -254,7 +254,7 @@ class TestSchedule:
         schedule.micro_step()
         schedule.optimizer_step()
         schedule.optimizer_step()
-        assert "the optimizer made 2 steps" in schedule.step_ended(1)[0]
+        assert "the optimizer took 2 steps" in schedule.step_ended(1)[0]
 
     def test_more_micro_batches_than_the_settings_say(self):
         assert (
@@ -304,6 +304,6 @@ def test_metrics_of_one_process_shown_as_everybodys(reference_folder, data_file,
     settings = {"model": str(reference_folder), "data": str(data_file), "source": str(store), "rank_local_metrics": True}
     _, ranks, printed = launch(settings, tmp_path)
     assert all(len(seen["logs"]) == 3 for seen in ranks)
-    assert all("on this process and" in seen["audit"]["findings"]["metrics"][0] for seen in ranks)
-    assert "on this process and" in printed
+    assert all("on this process but" in seen["audit"]["findings"]["metrics"][0] for seen in ranks)
+    assert "on this process but" in printed
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["verdict"] == "warned"

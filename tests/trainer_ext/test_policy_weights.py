@@ -82,7 +82,7 @@ def test_train_twice(cached_trainer, trl_trainer):
     audited = ours.audit.as_dict()
     assert audited["verdict"] == "passed"
     assert audited["step_zero"]["sequences"] == 8, "of the first time"
-    assert "have changed since the trainer was made" in audited["not_run"]["spot_check"]
+    assert "have changed since the trainer was created" in audited["not_run"]["spot_check"]
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ class TestAPolicyThatIsNotFinite:
         trainer.train()
         written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
         assert written["verdict"] == "warned"
-        assert "differ from the joined reference's" not in caplog.text
+        assert "differ from the joined reference log-probs" not in caplog.text
         assert "imply a mean reference log-prob of nan" not in caplog.text
         return written["findings"]
 
@@ -240,5 +240,5 @@ def test_a_store_with_nothing_in_it(cached_trainer, policy, reference_folder, tm
     with pytest.raises(MissingLogpsError, match=r"this trainer's model is not the reference: its model\.norm\.weight differs"):
         cached_trainer({"reference": empty, "model": other})
     unnamed = ReferenceSource(tmp_path / "none", reference_id=empty.reference_id, on_miss="compute")
-    with pytest.raises(MissingLogpsError, match="no row has stored values to compare"):
+    with pytest.raises(MissingLogpsError, match="no row has stored values to check"):
         cached_trainer({"reference": unnamed})
