@@ -93,7 +93,9 @@ def test_a_policy_that_trained_does_not_compute_reference_values(cached_trainer,
     assert trainer.joins["eval"].computed == 4
     trainer.train()
     trainer.state.global_step = 0  # as a new train(), or a new state, sets it
-    with pytest.raises(MissingLogpsError, match="on_miss='compute' cannot compute them: the policy's weights have changed"):
+    with pytest.raises(
+        MissingLogpsError, match="on_miss='compute' cannot compute the values: the policy's weights have changed"
+    ):
         trainer.evaluate(new)
     assert np.isfinite(before["eval_loss"])
 

@@ -1,4 +1,4 @@
-"""Train with a TRL trainer on stored reference log-probs: the mixin for TRL's DPO and KTO trainers.
+"""Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
 TRL calls its hook `_precompute_ref_logps` with the dataset after tokenising and filtering it. The mixin overrides the hook to
 add the reference columns, which the loss reads and which TRL's column pruning keeps. For trainers without the hook (DPO in TRL
@@ -73,7 +73,7 @@ class CachedReferenceMixin(_AnyTrainer):
         MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run raised one of these errors.
-        UsageError: an argument contradicts a stored reference.
+        UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
         joins: a record of each join, by dataset name ("train", "eval", …). The records are also in
@@ -188,7 +188,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _join(self, dataset: Any, name: str) -> Any:
         """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset with
+        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset that has
         rows without values is returned unchanged.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)

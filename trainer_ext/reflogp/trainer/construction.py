@@ -1,6 +1,7 @@
 """Prevent a trainer's constructor from creating a reference model, and undo its changes to its arguments if it fails.
 
-With stored values, TRL must not load, copy or hash a reference model, and must not use one during training.
+With stored values, TRL must not load or copy a reference model, hash the policy's weights, or use a reference model during
+training.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
     when it precomputes log-probs. TRL <= 1.1 always creates a reference model (with `create_model_from_path`; in earlier
-    versions, with `create_reference_model`). Each module in `trl_modules(trainer_class)` that has one of these functions gets a
-    replacement.
+    versions, with `create_reference_model`). These functions are replaced in every module in `trl_modules(trainer_class)` that
+    has them.
 
     Args:
         trainer_class: the class of the trainer.

@@ -43,7 +43,7 @@ _OF_KL = (
 )
 #: Number of rows per lookup when the dataset is a stream.
 _STREAM_ROWS = 256
-#: What messages call a dataset that has no name.
+#: Name that is used in messages for a dataset without a name.
 THE_DATASET = "the dataset"
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -59,7 +59,7 @@ class Misses:
         has_kl: whether the rows include sequences for KTO's KL term.
         own_found: whether some rows' own completions (not those of the KL pairs) have values.
         tokens: the rows' token ids, if this process looked up the rows.
-        why: reason why on_miss="compute" could not compute the values; empty if there is none.
+        why: reason why on_miss="compute" could not compute the values, or an empty string.
         has_images: whether the rows contain images.
     """
 
@@ -234,11 +234,11 @@ def missing_error(misses: Sequence[Misses], where: Where, command: str) -> Missi
     place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
     words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
     if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
-        words += f"on_miss='compute' cannot compute them: {why}. "
+        words += f"on_miss='compute' cannot compute the values: {why}. "
     has_kl = any(part.has_kl for part in misses)
     if not has_kl and all(len(part.rows) == part.of for part in misses):
         words += NONE_FOUND
-    words += f"Score them: {command}" if command else "Create the file again from a store that has values for them"
+    words += f"Score them: {command}" if command else "Create the file again from a store that has values for these rows"
     if has_kl:
         words += _OF_KL
     if has_kl and not any(part.own_found for part in misses):

@@ -59,7 +59,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return the given names that are names of reference log-prob columns."""
+    """Select the names of reference log-prob columns from the given column names."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 

@@ -17,7 +17,7 @@ _SPARE_POSITIONS = 8
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Rows of prompt and completion tokens, padded on both sides, and which log-probs are needed.
+    """A batch of prompt and completion tokens, padded on both sides, with a description of which log-probs are needed.
 
     Attributes:
         input_ids: token ids, (rows, width).
@@ -93,7 +93,7 @@ class Wanted:
     """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: row and column in the batch of the completion's first value.
+        row, start: row and column of the completion's first value in the batch.
         prompt_ids, completion_ids: token ids of the sequence, (n,) and (m,).
         attention_mask: mask of the prompt and the completion, (n + m,), or None if the sequence contains no padding.
     """

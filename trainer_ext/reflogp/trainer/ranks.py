@@ -1,4 +1,4 @@
-"""Run work on all processes of a distributed run. If it fails on one process, it fails on all of them, so no process waits
+"""Run work on all processes of a distributed run. If the work fails on one process, it fails on all, so no process waits
 forever.
 
 The functions of this module use torch.distributed's process group and accelerate's numbering of processes.

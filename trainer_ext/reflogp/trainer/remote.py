@@ -82,7 +82,7 @@ class RemoteReference(ReferenceDuringTraining):
 
     Raises:
         UsageError: the source is not a service.
-        ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
+        ReferenceNotFoundError, ServiceError: the service does not have the reference, or is unreachable.
         RankFailedError: another process could not reach the service.
 
     Attributes:
@@ -192,7 +192,7 @@ class RemoteReference(ReferenceDuringTraining):
         extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
             f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, but the "
-            f"policy computes in {dtype} with a head in {head}: their log-probs would differ from the first step. Set "
+            f"policy computes in {dtype} with a head in {head}: their log-probs would differ even at the first step. Set "
             f'dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
             f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
         )

@@ -31,7 +31,7 @@ OnMiss = Literal["error", "score", "compute"]
 
 
 class ReferenceSource:
-    """The location of reference log-probs for trainers.
+    """Where trainers get reference log-probs, and which reference model computed them.
 
     Args:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join`
@@ -178,8 +178,8 @@ class ReferenceSource:
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return an error which says that a store has no values for this reference, and gives the complete command that scores
-        the data.
+        """Return an error that reports that a store has no values for this reference, and gives the complete command that
+        scores the data.
 
         Args:
             error: the error that the store or `open` raised.

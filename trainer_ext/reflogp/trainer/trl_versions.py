@@ -72,7 +72,7 @@ def require_hook(trainer_class: type) -> None:
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
         raise ImportError(
-            f"{trainer_class.__name__} needs the method `{HOOK}`, which its trainer in TRL {trl_version()} lacks; {TESTED}"
+            f"{trainer_class.__name__} needs the method `{HOOK}`, which the trainer in TRL {trl_version()} lacks; {TESTED}"
         )
 
 

@@ -317,7 +317,8 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each row's sums by both keys of its pair, because with ld_alpha a sum also depends on the other completion."""
+        """Look up each row's sums by both keys of its pair, because with ld_alpha a sum also depends on the other
+        completion."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -325,7 +326,7 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
+        """Look up each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())

@@ -177,7 +177,7 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            "rows with images are identified by the tokens from TRL's collator, but this run has the data collator "
+            "rows with images are identified by the tokens from TRL's collator, but this run uses the data collator "
             f"{type(collator).__name__}: omit data_collator"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)

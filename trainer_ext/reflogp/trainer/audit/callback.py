@@ -65,7 +65,7 @@ class ReferenceAudit(TrainerCallback):
       scored by a service, by the policy before training, or by the policy with its adapter off.
 
     The checks `columns` and `spot_check` do not run for trainers that get their values during training (such as
-    RemoteRLOOTrainer, and the trainers for other frameworks).
+    RemoteRLOOTrainer and the trainers for other frameworks).
 
     The audit writes its results to `output_dir/reflogp_audit.json`, along with the store, reference id, snapshot and coverage
     of each dataset.
@@ -389,7 +389,7 @@ class ReferenceAudit(TrainerCallback):
     def _not_at_reference(self) -> str:
         """Return the reason why the policy's current log-probs may differ from the reference's; empty if they should be equal.
 
-        The reason is also recorded for the report, to explain why the step-0 gate did not run.
+        The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start at the reference"
@@ -403,8 +403,8 @@ class ReferenceAudit(TrainerCallback):
     def _logs_reference_means(self) -> bool:
         """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        DPO's rewards are beta times (log-prob minus reference) for any single loss. KTO's logged rewards are means over only
-        some of the rows.
+        With any single loss, DPO's rewards are beta times (log-prob minus reference log-prob). KTO's logged rewards are means
+        over only some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
@@ -412,10 +412,10 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _weighs_losses(self) -> bool:
-        """Return True if the loss is a list of losses.
+        """Return True if the trainer's loss is a list of losses.
 
-        With several losses, the rewards may not be beta times (log-prob minus reference), because TRL before 0.29 adds up the
-        rewards of all losses, and some losses define their rewards differently.
+        With several losses, the rewards may not be beta times (log-prob minus reference log-prob), because TRL before 0.29 adds
+        up the rewards of all losses, and some losses define their rewards differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
@@ -486,7 +486,7 @@ class ReferenceAudit(TrainerCallback):
 
 
 def _words(check: str, problems: list[str]) -> str:
-    return f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
+    return f"reference audit, check `{check}`: {'; '.join(problems)}"
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 class ForwardCount:
-    """The number of forward passes since the last call of `begin`.
+    """Counts of forward passes since the last call to `begin`.
 
     Args:
         policy: the model being trained.

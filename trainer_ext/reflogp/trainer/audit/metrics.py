@@ -157,8 +157,8 @@ def begin_report(output_dir: str, process: int) -> None:
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
-    """Return "failed" if the audit stopped the run, otherwise "warned" if there are findings, "passed" if the run has ended, or
-    "unfinished"."""
+    """Return "failed" if the audit stopped the run, "warned" if there are other findings, "passed" if a run without findings
+    has ended, or "unfinished"."""
     if stopped:
         return "failed"
     return "warned" if findings else "passed" if finished else UNFINISHED

@@ -20,8 +20,8 @@ class Schedule:
         args: the trainer's settings.
         max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
         first_step: global step at which the run was started or resumed.
-        every: interval in steps, by event, if known. It can differ from the settings, because transformers resumes a run with
-            the intervals in its checkpoint.
+        every: interval in steps, by event, if known. The interval can differ from the settings, because transformers resumes a
+            run with the intervals in its checkpoint.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
@@ -56,7 +56,7 @@ class Schedule:
         if global_step != self.global_step + 1:
             problems.append(f"global_step went from {self.global_step} to {global_step} in one step")
         if self._stepped != 1:
-            problems.append(f"the optimizer took {self._stepped} steps instead of 1 before global_step {global_step}")
+            problems.append(f"the optimizer took {self._stepped} steps, not 1, to reach global_step {global_step}")
         accumulation = self.args.gradient_accumulation_steps
         if self._since_step > accumulation:
             problems.append(
@@ -75,7 +75,7 @@ class Schedule:
             self.happened[event].append(step)
 
     def missed(self) -> list[str]:
-        """Return a problem for each event that should have happened by now but did not."""
+        """Return a problem for each type of event that should have happened by now but did not."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}

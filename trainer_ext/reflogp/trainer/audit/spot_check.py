@@ -41,7 +41,7 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
 
     Args:
         trainer: a cached trainer.
-        model: the model that `training_step` gets.
+        model: the model that is passed to `training_step`.
         rows: maximum number of rows.
         seed: seed for choosing the rows.
     """

@@ -16,7 +16,7 @@ from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
 _CAUSES = (
-    "Likely causes: the policy starts from other weights than the reference (if intended, pass "
+    "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
     "policy_starts_at_reference=False, or set the option policy_starts_elsewhere in a framework's command or config);{dtype} "
     "the chat template or tokenizer differs, but its tokens happen to have the same ids; the values were truncated in a way "
     "that the policy's collator does not truncate; the stored values are not what was scored (run `reflogp store verify`)"

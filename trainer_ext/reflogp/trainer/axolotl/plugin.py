@@ -2,7 +2,7 @@
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
 it does so even if the trainer would not use the model. This module replaces `setup_reference_model` with a function that loads
-no model for a run with the plugin, and the plugin chooses the trainer class. Everything else is axolotl's code, including its
+no model for runs that use the plugin. The plugin chooses the trainer class. Everything else is axolotl's code, including its
 command and launchers.
 """
 
@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a reference model as axolotl does, or no model if the run has the plugin."""
+    """Load a reference model as axolotl does, but load none if the run uses the plugin."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)

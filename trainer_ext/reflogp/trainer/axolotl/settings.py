@@ -31,7 +31,7 @@ class StoredReferenceSettings(BaseModel):
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
     policy_starts_elsewhere: bool = Field(False, description="the policy does not start as the reference")
     step_zero_tolerance: float | None = Field(None, description="allowed difference on the first batch, in nats/√tokens")
-    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do if values are wrong")
+    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do if reference values are wrong")
 
     @property
     def names_reference(self) -> bool:
@@ -78,6 +78,6 @@ def settings_of(cfg: Any) -> StoredReferenceSettings:
     """Return the section `reflogp:` of axolotl's settings. Raises UsageError if the section is missing."""
     if not cfg.reflogp:
         raise UsageError(
-            "the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, such as `store: ./logps`"
+            "the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, for example with `store: ./logps`"
         )
     return StoredReferenceSettings(**cfg.reflogp)

@@ -1,4 +1,4 @@
-"""Provide the code that all adapters for subclasses of transformers' Trainer share, to train on stored values."""
+"""Provide shared code for adapters that train a framework's subclass of transformers' Trainer on stored values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AnyTrainer: Any = object
 
 @dataclass(frozen=True)
 class StoredReference:
-    """The settings of a run that concern stored values, and are not settings of the framework.
+    """A run's settings for stored values, which are separate from the framework's own settings.
 
     Attributes:
         source: where the values are stored.
@@ -49,7 +49,7 @@ class StoredReference:
 class BatchReferenceMixin(_AnyTrainer):
     """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
-    An adapter's trainer class lists this mixin before the framework's trainer among its base classes. It calls
+    An adapter's trainer class lists this mixin before the framework's trainer among its base classes. The class calls
     `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs its reference
     model.
 

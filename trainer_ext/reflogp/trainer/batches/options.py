@@ -34,7 +34,7 @@ def read_options(
         command: name of the command, for its help text.
         words: the arguments of the command.
         model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help text. The default
-            description of the dtype is the rule of `stored_reference`.
+            description of the dtype describes what `stored_reference` does.
 
     Returns:
         the options, the other arguments, and the parser.

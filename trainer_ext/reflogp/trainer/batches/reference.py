@@ -47,7 +47,7 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class BatchReference(ReferenceDuringTraining):
-    """The reference log-probs of padded batches, from a store or a service.
+    """The reference log-probs for padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. Each row of a batch is
     then found by its tokens, so shuffling, packing and evaluation need no special handling.
@@ -133,7 +133,7 @@ class BatchReference(ReferenceDuringTraining):
             labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in the sum.
 
         Returns:
-            sums in nats, float32 (B,), and numbers of tokens, int64 (B,), on the device of `input_ids`.
+            sums in nats, float32 (B,), and token counts, int64 (B,), on the device of `input_ids`.
 
         Raises UsageError if padding has labels, because no store has log-probs of padding.
         """

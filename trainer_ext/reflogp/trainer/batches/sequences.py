@@ -1,6 +1,6 @@
 """Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-The values of the sequences are in an Arrow file that all processes on a node share. A row's values are found by its tokens.
+The values of the sequences are in an Arrow file that all processes on a node share. A row's values are looked up by its tokens.
 """
 
 from __future__ import annotations

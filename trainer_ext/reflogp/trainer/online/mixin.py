@@ -1,4 +1,4 @@
-"""Provide the code that all TRL online trainers with a reference model in a service share.
+"""Provide the code shared by all TRL online trainers whose reference model runs in a service.
 
 The module of each trainer overrides the method in which TRL's trainer runs its reference model.
 """
@@ -108,7 +108,8 @@ class RemoteReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _without_reference(self, args: Any) -> Any:
-        """Return a config with which TRL's constructor creates no reference model; `args` is a copy that may be changed."""
+        """Return the config, changed so that TRL's constructor creates no reference model. `args` is a copy and may be
+        modified."""
         return args
 
     def _with_reference(self, args: Any) -> None:

@@ -1,6 +1,6 @@
 """Train with TRL's OnlineDPOTrainer while the reference model runs in a service.
 
-TRL's trainer calls `_forward` for the policy and then for the reference. It truncates padded rows on the left.
+TRL's trainer calls `_forward` for the policy and then for the reference. The trainer truncates padded rows on the left.
 """
 
 from __future__ import annotations

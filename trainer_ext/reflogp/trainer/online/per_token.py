@@ -24,7 +24,7 @@ class PerTokenMixin(RemoteReferenceMixin):
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         if not hasattr(super(), _HOOK):
-            raise ImportError(f"{type(self).__name__} needs TRL 0.22 or newer, whose trainer has {_HOOK}")
+            raise ImportError(f"{type(self).__name__} needs TRL 0.22 or newer: the installed version lacks {_HOOK}")
         super().__init__(*positional, **named)
         if hasattr(self, "liger_grpo_loss"):
             raise UsageError("with use_liger_loss=True, TRL uses a loss without a reference: set it to False")

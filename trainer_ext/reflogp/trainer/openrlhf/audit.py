@@ -34,7 +34,7 @@ _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """An audit of an OpenRLHF run, which checks its stored reference log-probs and whether it follows its settings.
+    """An audit that checks an OpenRLHF run's stored reference log-probs and whether the run follows its settings.
 
     The audit stops a run only if its reference values are wrong. Any other problem is logged as a warning and written to the
     report.
@@ -317,7 +317,7 @@ def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
 
 
 def _message(found: dict[str, list[str]]) -> str:
-    return "audit of the reference log-probs, " + "; ".join(f"{check}: {'; '.join(words)}" for check, words in found.items())
+    return "reference audit, " + "; ".join(f"check `{check}`: {'; '.join(words)}" for check, words in found.items())
 
 
 def _is_of_training(logged: Any) -> bool:

@@ -66,7 +66,7 @@ class Launch:
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
         if self._source is None:
             raise UsageError(
-                f"this version's {_MODULE} creates models differently: install OpenRLHF 0.11, which reflogp supports"
+                f"{_MODULE} of the installed OpenRLHF creates models differently: install 0.11, which reflogp supports"
             )
         return CachedReferenceDPOTrainer(
             *args,

@@ -37,7 +37,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         MissingLogpsError, UnusableLogpsError: see `CachedReference`; raised before training begins.
         AuditError, StepZeroError: raised during training, on all processes; see `RunAudit`.
         RankFailedError: another process raised one of these errors.
-        UsageError: an argument contradicts a stored reference.
+        UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
         joins: a record of each join, by dataset name ("train", "eval"). The records are also in reflogp_audit.json in
