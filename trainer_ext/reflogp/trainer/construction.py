@@ -39,7 +39,7 @@ class ReferenceDuringTraining(NoReferenceModel):
     """A placeholder for a reference model that supplies the reference's values during training, in place of dataset columns.
 
     Attributes:
-        where: where the values come from.
+        where: the source, reference and snapshot of the values.
         of_generated_text: whether the values are for text that the policy generates. If so, the policy runs more than once per
             step.
     """

@@ -32,7 +32,8 @@ class Found:
     """The result of a join.
 
     Attributes:
-        where: where the values come from, including any that the service scored during this join.
+        where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
+            includes their values.
         asked: the keys and completion lengths that this process's rows need.
         columns: each column's values by column name, float32 (n,), in nats; NaN for the rows in `misses`.
         misses: rows without values, or None if every row has values.

@@ -82,7 +82,7 @@ class JoinRecord:
     """A record of what was joined, from where and with which settings, in enough detail to join the same columns again.
 
     Attributes:
-        where: where the values come from.
+        where: the source, reference and snapshot of the values.
         settings: the trainer's settings that the sums depend on.
         rows: number of rows, or None for a stream. Every row has values, because a row without values raises an error.
         coverage: fraction of all rows that have values; 1.0 for every join that succeeded.

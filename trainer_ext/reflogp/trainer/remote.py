@@ -251,7 +251,7 @@ class RemoteReference(ReferenceDuringTraining):
                 [wanted.prompt_ids for wanted in part],
                 [wanted.completion_ids for wanted in part],
                 temperature=temperature,
-                cache_read=False,  # text that was just generated is not in the store
+                cache_read=False,  # newly generated text is not in the store
                 deadline=max(seconds, 0.001),
                 attention_masks=masks or None,
             )

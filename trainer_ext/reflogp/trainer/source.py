@@ -178,8 +178,7 @@ class ReferenceSource:
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return an error that reports that a store has no values for this reference, and gives the complete command that
-        scores the data.
+        """Return an error saying that a store has no values for this reference, with the complete command that scores the data.
 
         Args:
             error: the error that the store or `open` raised.

@@ -50,16 +50,18 @@ class ReferenceAudit(TrainerCallback):
 
     - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
       policy runs an additional forward pass without gradients. Additional policy passes with gradients (more than one pass per
-      micro-batch, or more than two with KTO's KL sequences) are only reported.
+      micro-batch, or more than two with KTO's KL sequences) are reported but do not stop the run.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
-      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit only reports this.
+      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      the run.
 
-    - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. The audit only reports logged
-      metrics that are not means over all processes, and policy log-probs that become NaN or infinite.
+    - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
+      means over all processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports steps in which global_step does not increase by exactly one per optimizer step, and logs, evaluations
-      and saves that the settings require but that did not happen. Additional logs, evaluations and saves are allowed.
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+      reports logs, evaluations and saves that the settings require but that did not happen. Additional logs, evaluations and
+      saves are allowed.
 
     - `spot_check` scores some random rows again, and stops the run if the results differ from the joined values. The rows are
       scored by a service, by the policy before training, or by the policy with its adapter off.

@@ -30,7 +30,7 @@ class Disagreements:
     """The problems found in one log of training metrics.
 
     Attributes:
-        reference: problems which show that the loss did not read the joined columns.
+        reference: problems indicating that the loss did not read the joined columns.
         reported: problems that do not stop the run: metrics that are not means over all processes, and policy log-probs that
             are not finite.
     """

@@ -1,4 +1,4 @@
-"""Find steps, logs, evaluations and saves that a trainer's settings require but that did not happen.
+"""Find training steps that do not match a trainer's settings, and required logs, evaluations and saves that did not happen.
 
 Such problems do not make reference values wrong, so the audit only reports them and never stops a run because of them.
 """

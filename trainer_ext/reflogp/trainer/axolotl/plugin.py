@@ -1,9 +1,9 @@
 """Provide an axolotl plugin that trains on stored reference log-probs, without a reference model.
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
-it does so even if the trainer would not use the model. This module replaces `setup_reference_model` with a function that loads
-no model for runs that use the plugin. The plugin chooses the trainer class. Everything else is axolotl's code, including its
-command and launchers.
+axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function that
+loads no model for runs that use the plugin. The plugin chooses the trainer class. Everything else is axolotl's code, including
+its command and launchers.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class StoredReferencePlugin(BasePlugin):
         return "reflogp.trainer.axolotl.settings.PluginSettings"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        """Check the settings before axolotl loads datasets and models. This method itself loads no dataset.
+        """Check the settings before axolotl loads datasets and models. This method does not load a dataset itself.
 
-        Raises UsageError if stored values do not support a setting.
+        Raises UsageError if a setting is not supported with stored values.
         """
         if not preprocess:
             _prepare(cfg)
@@ -80,7 +80,7 @@ class StoredReferencePlugin(BasePlugin):
 
 
 def _prepare(cfg: Any) -> None:
-    """Check the settings and choose the trainer. Raises UsageError if stored values do not support a setting."""
+    """Check the settings and choose the trainer. Raises UsageError if a setting is not supported with stored values."""
     warn_if_untested("axolotl", _TESTED)
     _require_supported(cfg, settings_of(cfg))
     trainer = _TRAINERS[cfg.rl]
@@ -102,7 +102,9 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")
     if cfg.dpo_use_liger_kernel:
-        raise UsageError("dpo_use_liger_kernel computes the reference inside its kernel, without stored values: omit it")
+        raise UsageError(
+            "dpo_use_liger_kernel computes the reference inside its kernel, without stored values: remove this setting"
+        )
     if settings.names_reference:
         return
     unclear = [name for name in _UNCLEAR if cfg.get(name)]

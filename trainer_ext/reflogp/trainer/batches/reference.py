@@ -68,7 +68,7 @@ class BatchReference(ReferenceDuringTraining):
 
     Attributes:
         joins: a record of what was looked up and where, by dataset name.
-        where: where the values come from.
+        where: the source, reference and snapshot of the values.
 
     Examples:
         >>> from datasets import Dataset

@@ -43,15 +43,15 @@ class RunAudit:
       of a step in which OpenRLHF reads the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
-      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit only reports this.
+      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      the run.
 
     - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
       first process only; the audit replaces them with means over all processes, and writes the largest difference to the
       report.
 
-    - `schedule` reports steps in which global_step does not increase by exactly one per optimizer step, and logs, evaluations
-      and checkpoints that the settings require but that did not happen.
-
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+      reports logs, evaluations and checkpoints that the settings require but that did not happen.
 
     Args:
         output_dir: folder in which to write reflogp_audit.json.
@@ -108,7 +108,7 @@ class RunAudit:
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
         """Check that the policy runs `expected` forward passes within the block, and that no other language model runs."""
-        assert self._forwards is not None, "a batch outside of fit()"
+        assert self._forwards is not None, "passes() was called outside fit()"
         self._forwards.begin()
         yield
         self._forwards.end()

@@ -55,7 +55,7 @@ class Launch:
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Create the policy on the first call, but no model on the second call.
 
-        The second model would be the reference. Only its path and dtype are used, to find the reference's values.
+        The second model would be the reference. Only the path and dtype of this model are used, to find the reference's values.
         """
         if not self._policy_is_made:
             self._policy_is_made = True
