@@ -101,7 +101,7 @@ def test_another_model_that_runs_in_a_training_step(audited, policy):
                 reference(inputs["input_ids"])
             return super()._compute_loss(model, inputs, return_outputs)
 
-    with pytest.raises(AuditError, match=r"LlamaForCausalLM of [\d,]+ parameters ran 1 times in a training step"):
+    with pytest.raises(AuditError, match=r"LlamaForCausalLM with [\d,]+ parameters ran 1 times in a training step"):
         audited(Scoring).train()
 
 
@@ -123,7 +123,7 @@ def test_any_trainer_can_be_watched(trl_trainer, tmp_path):
     ReferenceAudit().attach(beside)
     with pytest.raises(AuditError, match="keeps a reference model"):
         beside.train()
-    with pytest.raises(UsageError, match="watches one trainer"):
+    with pytest.raises(UsageError, match="already watches a trainer"):
         audit.attach(beside)
 
 
@@ -157,7 +157,7 @@ class TestWrongStores:
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        with pytest.raises(StepZeroError, match="other weights"):
+        with pytest.raises(StepZeroError, match="weights other than"):
             cached_trainer({"model": other}).train()
 
     def test_another_template(self, cached_trainer, tokenizer, dataset):
@@ -176,7 +176,7 @@ class TestWrongStores:
     def test_values_of_another_dtype_under_this_one(self, cached_trainer, store, source, tmp_path):
         """As a store of bfloat16 values that says float32: 8 bits of mantissa on each token."""
         bad = damaged_copy(store, tmp_path / "bad", lambda v: torch.tensor(v).to(torch.bfloat16).float().numpy())
-        with pytest.raises(StepZeroError, match="another dtype"):
+        with pytest.raises(StepZeroError, match="a dtype other than float32"):
             cached_trainer({"reference": ReferenceSource(bad, reference_id=source.reference_id)}).train()
 
     def test_shuffled_values(self, cached_trainer, store, source, tmp_path):
@@ -197,7 +197,7 @@ class TestWrongStores:
         seen = iter(range(10_000))
         bad = damaged_copy(store, tmp_path / "bad", lambda v: v - 0.05 * (next(seen) % 2))
         audit = ReferenceAudit(checks=("spot_check",), spot_rows=16)
-        with pytest.raises(StepZeroError, match="re-scored by the policy"):
+        with pytest.raises(StepZeroError, match=r"the policy's log-probs of rows \d"):
             cached_trainer({"reference": ReferenceSource(bad, reference_id=source.reference_id), "audit": audit}).train()
 
     @pytest.mark.slow
@@ -254,7 +254,7 @@ class TestSchedule:
         schedule.micro_step()
         schedule.optimizer_step()
         schedule.optimizer_step()
-        assert "the optimizer made 2 steps" in schedule.step_ended(1)[0]
+        assert "the optimizer took 2 steps" in schedule.step_ended(1)[0]
 
     def test_more_micro_batches_than_the_settings_say(self):
         assert (
@@ -304,6 +304,6 @@ def test_metrics_of_one_process_shown_as_everybodys(reference_folder, data_file,
     settings = {"model": str(reference_folder), "data": str(data_file), "source": str(store), "rank_local_metrics": True}
     _, ranks, printed = launch(settings, tmp_path)
     assert all(len(seen["logs"]) == 3 for seen in ranks)
-    assert all("on this process and" in seen["audit"]["findings"]["metrics"][0] for seen in ranks)
-    assert "on this process and" in printed
+    assert all("on this process but" in seen["audit"]["findings"]["metrics"][0] for seen in ranks)
+    assert "on this process but" in printed
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["verdict"] == "warned"

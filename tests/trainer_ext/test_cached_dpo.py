@@ -129,8 +129,8 @@ def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
         cached_trainer({"train_dataset": more, "reference": source})
     assert caught.value.rows == [80, 81, 82]
     assert "rows 80, 81, 82" in str(caught.value)
-    assert "None was found" not in str(caught.value)
-    with pytest.raises(MissingLogpsError, match=r"None was found: .* compare the tokenizer and the chat template"):
+    assert "No row was found" not in str(caught.value)
+    with pytest.raises(MissingLogpsError, match=r"No row was found\. .* check that the tokenizer and the chat template"):
         cached_trainer({"train_dataset": Dataset.from_list(pair_rows[120:123]), "reference": source})
     words = caught.value.command.split()
     assert words[:2] == ["reflogp", "score"]
@@ -164,7 +164,7 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
         parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     with pytest.raises(StepZeroError, match="policy_starts_at_reference=False") as caught:
         cached_trainer({"model": other}).train()
-    assert "another dtype than the float32 that the store names" in str(caught.value)
+    assert "a dtype other than float32, which the store names" in str(caught.value)
     told = cached_trainer({"model": other, "policy_starts_at_reference": False})
     told.train()
     assert told.audit.step_zero is None
@@ -173,7 +173,7 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
 
 @pytest.mark.slow
 def test_a_reference_of_another_dtype_is_noise_that_has_to_be_asked_for(cached_trainer, policy):
-    with pytest.raises(StepZeroError, match="scored in float32 and the policy computes in bfloat16"):
+    with pytest.raises(StepZeroError, match="scored in float32, but the policy computes in bfloat16"):
         cached_trainer({"model": policy().to(torch.bfloat16)}).train()
     trainer = cached_trainer({"model": policy().to(torch.bfloat16), "step_zero_tolerance": 0.1})
     trainer.train()

@@ -29,14 +29,14 @@ def with_media() -> dict[str, list[dict]]:
 @pytest.mark.parametrize("kind", with_media())
 @pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
 def test_a_trainer_refuses_rows_with_media(kind, which, cached_trainer):
-    with pytest.raises(UsageError, match=f"of the {which.split('_')[0]} dataset holds more than text"):
+    with pytest.raises(UsageError, match=f"of the {which.split('_')[0]} dataset contains more than text"):
         cached_trainer({which: Dataset.from_list(with_media()[kind])})
 
 
 @pytest.mark.parametrize("kind", ["image", "content"])
 def test_a_stream_of_rows_with_media_is_refused_when_they_come(kind, cached_trainer):
     rows = with_media()[kind][-1:]
-    with pytest.raises(UsageError, match="holds more than text"):
+    with pytest.raises(UsageError, match="contains more than text"):
         trainer = cached_trainer({"train_dataset": IterableDataset.from_generator(lambda: iter(rows))})
         list(trainer.train_dataset)
 

@@ -81,12 +81,12 @@ def test_ktos_first_run_is_not_a_tokenizer_problem(policy, config, dataset, toke
     with pytest.raises(MissingLogpsError) as first:
         make()
     assert "chat template" not in str(first.value)
-    assert "values for those pairs. None of the rows' own completions has values yet either" in str(first.value)
+    assert "values for these pairs. The rows' own completions have no values yet either" in str(first.value)
     score_pairs(reference_folder, data_file, tmp_path / "kto")
     with pytest.raises(MissingLogpsError) as second:
         make()
-    assert "a first run always lacks values for those pairs" in str(second.value)
-    assert "None of" not in str(second.value)
+    assert "a first run always lacks values for these pairs" in str(second.value)
+    assert "own completions have no values" not in str(second.value)
     score_pairs(reference_folder, Path(shlex.split(second.value.command)[3]), tmp_path / "kto")
     make()
 
@@ -114,9 +114,9 @@ def test_a_forgotten_dtype_is_scored_in_the_policys(weights, cached_trainer, pol
     options = {"reference": source, "train_dataset": pairs(pair_rows, 0), "model": policy().to(getattr(torch, weights))}
     with pytest.raises(StoreNotFoundError) as caught:
         cached_trainer(dict(options))
-    assert f'--dtype {weights}, and give ReferenceSource dtype="{weights}"' in str(caught.value)
+    assert f'--dtype {weights}, and pass dtype="{weights}" to ReferenceSource' in str(caught.value)
     score_pairs(reference_folder, write_rows(tmp_path / "one.jsonl", pair_rows[:1]), tmp_path / "new", dtype=weights)
-    with pytest.raises(ReferenceNotFoundError, match=f"--dtype {weights}, and give ReferenceSource"):
+    with pytest.raises(ReferenceNotFoundError, match=f'--dtype {weights}, and pass dtype="{weights}"'):
         cached_trainer(dict(options))
     with pytest.raises(ReferenceNotFoundError, match=f"--dtype {forgotten}$"):
         cached_trainer({**options, "step_zero_tolerance": 1.0})

@@ -293,7 +293,7 @@ class TestFailure:
         assert seen["audit"]["verdict"] == "passed"
         waited = seen["audit"]["remote"]["waited_seconds"]
         assert waited > 1.5
-        assert waited < 6 or "the step waits" in caplog.text
+        assert waited < 6 or "the step has waited" in caplog.text
 
     def test_a_service_that_stays_away_ends_the_run_at_the_deadline(self, settings, models, tmp_path):
         service = own_service(tmp_path, models["ref"])
@@ -336,9 +336,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("trainer", "change", "words"),
         [
-            ("rloo", {"args": {"beta": 0.0}}, "uses no reference"),
-            ("grpo", {"args": {"beta": 0.0}}, "uses no reference"),
-            ("rloo", {"args": {"sync_ref_model": True}}, "leave it False"),
+            ("rloo", {"args": {"beta": 0.0}}, "makes TRL ignore the reference"),
+            ("grpo", {"args": {"beta": 0.0}}, "makes TRL ignore the reference"),
+            ("rloo", {"args": {"sync_ref_model": True}}, "set it to False"),
             ("rloo", {"more": {"reference_deadline": 0}}, "above 0"),
             ("rloo", {"reference": "half"}, 'dtype = "float32"'),
             ("online_dpo", {"reference": "half"}, 'dtype = "float32"'),
@@ -395,7 +395,7 @@ class TestRefused:
 
     def test_no_room_for_a_prompt(self, settings):
         settings |= {"trainer": "online_dpo", "args": {"max_length": 16}}
-        with pytest.raises(UsageError, match="Raise max_length"):
+        with pytest.raises(UsageError, match="increase max_length"):
             build(settings).train()
 
 
@@ -466,8 +466,8 @@ class TestOwnLoop:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"completion_tokens": 0}, "give 1 to 4"),
-            ({"completion_tokens": 9}, "give 1 to 4"),
+            ({"completion_tokens": 0}, "must be 1 to 4"),
+            ({"completion_tokens": 9}, "must be 1 to 4"),
             ({"attention_mask": torch.ones(2, 3)}, "the shape"),
             ({"temperature": 0.0}, "above 0"),
         ],

@@ -112,7 +112,7 @@ def test_events_at_a_step_that_nobody_asked_for_are_fine(event, run, tmp_path):
     ("number", "what", "words"),
     [
         (2, {}, "global_step went from 0 to 2"),
-        (1, {"engine_steps": 0}, "the optimizer made 0 steps"),
+        (1, {"engine_steps": 0}, "the optimizer took 0 steps"),
         (1, {"micro_batches": 5}, "5 micro-batches went into step 1"),
     ],
 )
@@ -139,19 +139,19 @@ def test_a_model_that_runs_in_the_references_part(run, model, reference_folder):
         model(ids)
     with watched.audit.passes(0, "reference"):
         other(ids)
-    with pytest.raises(AuditError, match=r"LlamaForCausalLM of .* ran 1 times in the reference's part of a step"):
+    with pytest.raises(AuditError, match=r"LlamaForCausalLM with .* ran 1 times in the reference part of a step"):
         watched.step(1)
     watched = run()
     with watched.audit.passes(0, "reference"):
         model(ids)
-    with pytest.raises(AuditError, match=r"the policy made 1 passes in the reference's part of a step, not 0"):
+    with pytest.raises(AuditError, match=r"the policy ran 1 forward passes in the reference part of a step; expected 0"):
         watched.step(1)
 
 
 def test_a_first_batch_that_differs(run, model, tmp_path):
     audit = run().audit
     audit.saw_first_batch([4, 1e-4, 1e-5, 0.0, 0], model)
-    with pytest.raises(StepZeroError, match=r"differ from the joined reference's by up to 0\.5 nats"):
+    with pytest.raises(StepZeroError, match=r"differ from the joined reference log-probs by up to 0\.5 nats"):
         audit.saw_first_batch([4, 0.5, 0.1, -1.2, 0], model)
     assert verdict(tmp_path) == "failed"
 

@@ -157,8 +157,8 @@ def test_one_value_that_is_not_a_number_is_found(filled, reference_folder, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"location": "pairs.parquet"}, "a value for each token"),
-        ({"on_miss": "compute"}, "for TRL's trainers"),
+        ({"location": "pairs.parquet"}, "a value per token"),
+        ({"on_miss": "compute"}, "only with TRL's trainers"),
     ],
     ids=str,
 )
@@ -170,7 +170,7 @@ def test_sources_that_cannot_serve_openrlhf(arguments, words, filled, reference_
 
 def test_running_the_command_needs_a_store_and_the_latest_snapshot(filled, reference_folder, tmp_path):
     source = ReferenceSource(filled, model=str(reference_folder), dtype="float32", snapshot=1)
-    with pytest.raises(UsageError, match="will not be in snapshot 1"):
+    with pytest.raises(UsageError, match="snapshot 1 cannot contain"):
         CachedReference(source, DATASETS, tmp_path, run_command=True)
 
 

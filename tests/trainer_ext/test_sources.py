@@ -81,7 +81,7 @@ def test_a_jobs_result_and_a_joined_file_are_sources(
         assert np.abs(columns(trainer.train_dataset) - expected).max() <= 1e-3
         with pytest.raises(UsageError, match=r"max_length=220.*max_length=130"):
             cached_trainer({"reference": ReferenceSource(file)}, max_length=130)
-    with pytest.raises(UsageError, match="holds values of reference"):
+    with pytest.raises(UsageError, match="contains values of reference"):
         cached_trainer({"reference": ReferenceSource(joined, reference_id="00" * 16)}, max_length=220)
     other = tmp_path / "other.parquet"
     dataset.to_parquet(other)
@@ -93,7 +93,7 @@ def test_a_file_that_lacks_rows(cached_trainer, store, reference_folder, data_fi
     joined = tmp_path / "joined.parquet"
     assert reflogp("join", reference_folder, data_file, "--store", store, "--dtype", "float32", "-o", joined)[0] == 0
     more = Dataset.from_list(pair_rows[:4] + pair_rows[200:202])
-    with pytest.raises(MissingLogpsError, match="Join the file again") as caught:
+    with pytest.raises(MissingLogpsError, match="Create the file again") as caught:
         cached_trainer({"reference": ReferenceSource(joined), "train_dataset": more}, max_length=None)
     assert caught.value.rows == [4, 5]
 
@@ -264,7 +264,7 @@ def test_sources_that_contradict_themselves(store, reference_folder):
     for arguments, words in (
         ({"on_miss": "score", "model": str(reference_folder), "dtype": "float32"}, "needs a running service"),
         ({"on_miss": "guess", "model": str(reference_folder), "dtype": "float32"}, "use error, score or compute"),
-        ({"reference": "sft"}, "a name that a service gives"),
+        ({"reference": "sft"}, "the name of a model in a service"),
         ({}, "needs model="),
     ):
         with pytest.raises(UsageError, match=words):

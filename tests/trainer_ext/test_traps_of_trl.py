@@ -104,7 +104,7 @@ def test_columns_that_a_dataset_brings_along(trl_trainer, cached_trainer, datase
     ignoring = trl_trainer({"train_dataset": brought}, precompute_ref_log_probs=False)
     assert ignoring.ref_model is not None, "TRL loads the reference model all the same"
 
-    with pytest.raises(BroughtColumnsError, match="80 of 80 values differ from the reference's") as caught:
+    with pytest.raises(BroughtColumnsError, match="80 of its 80 values differ from the reference's") as caught:
         cached_trainer({"train_dataset": brought})
     assert caught.value.rows == list(range(80))
 

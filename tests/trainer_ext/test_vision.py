@@ -133,7 +133,7 @@ def test_nothing_scored_yet(llava, dataset, tmp_path):
 
 
 def test_a_length_that_cuts_images_is_refused_before_training(llava, dataset, tmp_path):
-    with pytest.raises(UsageError, match=r"row \d+ of train: max_length 30 cuts the tokens of its images"):
+    with pytest.raises(UsageError, match=r"row \d+ of train: max_length=30 truncates the tokens of the row's images"):
         trainer(llava, dataset, tmp_path, max_length=30)
 
 
@@ -151,7 +151,7 @@ def test_a_row_that_the_collator_refuses_is_named(llava, dataset, tmp_path):
 def test_what_is_refused_with_images(llava, dataset, tmp_path):
     model, store = llava
     kto = dataset.remove_columns(["rejected"]).rename_column("chosen", "completion").add_column("label", [True, False] * 6)
-    with pytest.raises(UsageError, match="CachedKTOTrainer takes no images"):
+    with pytest.raises(UsageError, match="CachedKTOTrainer does not support images"):
         trainer(llava, kto, tmp_path, CachedKTOTrainer)
     with pytest.raises(UsageError, match="not as a stream"):
         trainer(llava, dataset.to_iterable_dataset(), tmp_path, max_steps=1)
@@ -161,12 +161,12 @@ def test_what_is_refused_with_images(llava, dataset, tmp_path):
     with pytest.raises(UsageError, match="on_miss='compute'"):
         trainer(llava, dataset, tmp_path, options={"reference": source})
     paths = Dataset.from_list([{**pair("?", ["a.png"])}])
-    with pytest.raises(UsageError, match=r"cast the column, as by dataset\.cast_column"):
+    with pytest.raises(UsageError, match=r"cast the column, for example with dataset\.cast_column"):
         trainer(llava, paths, tmp_path)
     text = dataset.remove_columns(["images"])
-    with pytest.raises(UsageError, match="no column images"):
+    with pytest.raises(UsageError, match="the column images is missing"):
         trainer(llava, dataset, tmp_path, options={"eval_dataset": text})
-    with pytest.raises(UsageError, match="of the eval dataset holds more than text"):
+    with pytest.raises(UsageError, match="of the eval dataset contains more than text"):
         trainer(llava, text, tmp_path, options={"eval_dataset": dataset})
     collator = type("Own", (DataCollatorForVisionPreference,), {})(AutoProcessor.from_pretrained(model))
     with pytest.raises(UsageError, match="data collator Own"):

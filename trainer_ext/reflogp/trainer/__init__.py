@@ -1,7 +1,7 @@
-"""Provide stored reference log-probs to trainers, so that no training GPU holds a reference model.
+"""Supply trainers with stored reference log-probs, so that no training GPU has to hold a reference model.
 
-This package needs datasets, accelerate and transformers. The package trl is needed only for TRL's trainers, not for those of
-OpenRLHF and other frameworks. This package never imports an engine or a server.
+This package requires datasets, accelerate and transformers. Only TRL's trainers require trl; the trainers for OpenRLHF and
+other frameworks do not. This package never imports a scoring engine or a server.
 """
 
 import importlib
@@ -51,8 +51,8 @@ __all__ = [
     "join_reference_logps",
 ]
 
-#: Trainers that are imported on first access: their parent classes take seconds to import and do not exist in every version of
-#: TRL, and TRL need not be installed.
+#: Trainers that are imported on first access, because their parent classes take seconds to import and do not exist in every
+#: version of TRL, and because TRL may not be installed.
 _LATER = {
     "CachedDPOTrainer": "reflogp.trainer.trainers",
     "CachedKTOTrainer": "reflogp.trainer.trainers",

@@ -1,8 +1,8 @@
-"""Train with a TRL trainer on stored reference log-probs: the mixin for TRL's DPO and KTO trainers.
+"""Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
-TRL's hook `_precompute_ref_logps` gets the dataset after TRL's own tokenisation and filtering. The mixin's version of the hook
-adds the reference columns, which the loss reads and which TRL's column pruning keeps. Trainers without that hook (DPO up to TRL
-0.28) get their columns after construction. Everything else in training is TRL's code.
+TRL calls its hook `_precompute_ref_logps` with the dataset after tokenising and filtering it. The mixin overrides the hook to
+add the reference columns, which the loss reads and which TRL's column pruning keeps. For trainers without the hook (DPO in TRL
+0.28 and older), the columns are added after the trainer is constructed. All other training code is TRL's.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ from reflogp.trainer.trl_versions import (
 from reflogp.trainer.values import Where
 from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, refuse_media, require_vision, token_rows
 
-#: Base class of the mixin: `object` at run time, any trainer for a type checker.
+#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
 _AnyTrainer: Any = object
 
 
 class CachedReferenceMixin(_AnyTrainer):
-    """Mixin to put before a TRL DPOTrainer or KTOTrainer (or a subclass): its reference log-probs come from a store.
+    """Mixin that makes a TRL DPOTrainer or KTOTrainer (or a subclass) use stored reference log-probs.
 
-    The constructor takes the trainer's own arguments, and in addition:
+    List the mixin before the trainer among the base classes. The constructor takes the trainer's own arguments and these:
 
     Args:
         reference: where the reference log-probs are stored.
-        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
-            the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
-            checkpoint.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
-            the dtypes in use (reflogp.trainer.tolerances).
-        audit: the audit of the run, or None for a `ReferenceAudit` with its defaults, or False for no audit.
+        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
+            first batch are compared with the joined values before the first step. Pass False if the policy starts elsewhere,
+            for example from a later checkpoint.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
+            on the dtypes in use (reflogp.trainer.tolerances).
+        audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
         MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
-        RankFailedError: another process of a distributed run has raised one of these.
-        UsageError: an argument contradicts a stored reference.
+        RankFailedError: another process of a distributed run raised one of these errors.
+        UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
-        joins: name of each dataset ("train", "eval", …) -> what was joined and from where, which is also in
+        joins: a record of each join, by dataset name ("train", "eval", …). The records are also in
             `output_dir/reflogp_audit.json`.
-        audit: the audit of the run, whose attribute `step_zero` is the result of the step-0 gate.
+        audit: the audit of the run; its attribute `step_zero` is the result of the step-0 gate.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -111,8 +111,8 @@ class CachedReferenceMixin(_AnyTrainer):
         name = type(self).__name__
         if not isinstance(reference, ReferenceSource):
             raise UsageError(
-                f'{name} needs to know where the reference log-probs are: reference=ReferenceSource("./logps", '
-                'model="./sft-model"), the store and the model that `reflogp score` was given'
+                f'{name} needs to know where the reference log-probs are: pass reference=ReferenceSource("./logps", '
+                'model="./sft-model") with the store and the model that were passed to `reflogp score`'
             )
         refuse_reference_model(name, ref_model)
         refuse_late_unsloth(type(self))
@@ -120,7 +120,7 @@ class CachedReferenceMixin(_AnyTrainer):
         args = default_config(type(self), model) if args is None else args
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
-                "sync_ref_model changes the reference during training, so stored log-probs would be stale: leave it False"
+                "sync_ref_model=True changes the reference during training, so stored log-probs would be stale: set it to False"
             )
         refuse_liger_loss(args)
         self.reference = reference
@@ -128,14 +128,14 @@ class CachedReferenceMixin(_AnyTrainer):
         self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
         self._misses: list[Misses] = []
-        self._joins_to_come: set[str] | None = None  # None in the constructor, where the number of joins is unknown
+        self._joins_to_come: set[str] | None = None  # None in the constructor, because the joins are not known yet
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
         named = list(_named_datasets(more, kwargs))
         takes_images = may_take_images(model, kwargs.get("processing_class"))
         trained_on = [dataset for dataset, called in named if called == "train"] or [dataset for dataset, _ in named]
-        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL looks at the same datasets
+        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL checks the same datasets
         if self._has_images:
             require_vision(type(self), [dataset for dataset, _ in named], reference)
         for dataset, called in named:
@@ -145,8 +145,8 @@ class CachedReferenceMixin(_AnyTrainer):
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
             args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL changes this dict
-        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses the setting for streams and for
-        # images.
+        # With this setting, TRL reads the reference columns and keeps no reference model. TRL rejects the setting for streams
+        # and for images.
         args.precompute_ref_log_probs = not streams and not self._has_images
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
@@ -165,11 +165,12 @@ class CachedReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Implement TRL's hook: take a tokenised, filtered dataset, and return it with reference columns."""
+        """Implement TRL's hook: return the given tokenised and filtered dataset with reference columns added."""
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """Join the datasets of trainers without the hook, and streams and images, for which TRL refuses to precompute."""
+        """Join datasets that TRL does not pass to the hook: those of trainers without the hook, streams, and pairs with
+        images."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
@@ -185,9 +186,9 @@ class CachedReferenceMixin(_AnyTrainer):
                 setattr(self, flag, True)
 
     def _join(self, dataset: Any, name: str) -> Any:
-        """Return the dataset with reference columns; every process gets the same values of the same snapshot.
+        """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset with
+        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset that has
         rows without values is returned unchanged.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
@@ -231,8 +232,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenised rows. TRL has tokenised the dataset, except pairs with images, which are tokenised
-        here."""
+        """Return a dataset's tokenised rows. TRL has already tokenised all datasets except pairs with images, which this method
+        tokenises."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -242,7 +243,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
         if self.reference.on_miss == "compute":
-            raise UsageError("on_miss='compute' needs rows that can be read twice, but a stream is read once")
+            raise UsageError("on_miss='compute' needs rows that can be read twice, but a stream can be read only once")
         if isinstance(where, NothingScored):
             raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
         self._record(name, JoinRecord(where, settings))
@@ -250,7 +251,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return join_stream(dataset, self.reference, opened, settings, self, name)
 
     def _require_all(self) -> None:
-        """Raise an error for the rows without values in all datasets looked up since the last call."""
+        """Raise an error if any dataset that was looked up since the last call has rows without values."""
         misses, self._misses = self._misses, []
         if misses:
             folder = Path(self.args.output_dir)
@@ -258,7 +259,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _dtype_to_score(self) -> str | None:
-        """Return the dtype in which the reference has to be scored: the policy's dtype, or None if any dtype is accepted.
+        """Return the dtype in which the reference must be scored: the policy's dtype, or None if any dtype is accepted.
 
         Any dtype is accepted if a tolerance was given or the audit is off.
         """
@@ -269,7 +270,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _reference_settings(self) -> TrainerSettings:
         """Return the settings of this run's config that change the reference's values.
 
-        TRL up to 0.28 does not apply ld_alpha to the reference.
+        TRL 0.28 and older do not apply ld_alpha to the reference.
         """
         ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
         return TrainerSettings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
@@ -277,7 +278,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
         """Return a join's sums in the form that the trainer's loss reads.
 
-        Before its IPO loss, TRL up to 0.28 divides the policy's and the reference's log-probs by their number of tokens.
+        For the IPO loss, TRL 0.28 and older divide the policy's and the reference's log-probs by the number of tokens.
         """
         if not self._is_legacy or "ipo" not in self.args.loss_type:
             return join.logps
@@ -288,13 +289,14 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _is_legacy(self) -> bool:
-        """Return True if TRL is older than 0.29, and so has no hook and does not apply ld_alpha to the reference."""
+        """Return True if TRL is older than 0.29, which has no hook and does not apply ld_alpha to the reference."""
         return not hasattr(super(), HOOK)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does, but join the given dataset first.
+        """Evaluate as TRL does, after joining the given dataset with its stored values.
 
-        TRL before 1.7 does not tokenise a given dataset, so this method prepares the dataset before the join.
+        Versions of TRL before 1.7 do not tokenise a dataset that is passed to `evaluate`, so this method prepares it before the
+        join.
         """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)
         self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()

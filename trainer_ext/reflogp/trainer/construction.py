@@ -1,6 +1,7 @@
-"""Keep a trainer's constructor from making a reference model, and from changing its arguments if the constructor fails.
+"""Prevent a trainer's constructor from creating a reference model, and undo its changes to its arguments if it fails.
 
-TRL must not load, copy or hash a reference model, and must not use a reference model during training.
+With stored values, TRL must not load or copy a reference model, hash the policy's weights, or use a reference model during
+training.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """An object in place of TRL's reference model, which cannot be used as a model.
+    """A placeholder for TRL's reference model that cannot be used as a model.
 
-    The object tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to run, move or read
-    the object raises an error.
+    The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
+    placeholder, move it or read its attributes raises an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -35,12 +36,11 @@ class NoReferenceModel:
 
 
 class ReferenceDuringTraining(NoReferenceModel):
-    """An object in place of a reference model, which gives the reference's values during training instead of columns of the
-    dataset.
+    """A placeholder for a reference model that supplies the reference's values during training, in place of dataset columns.
 
     Attributes:
-        where: where the values come from.
-        of_generated_text: whether the values are of text that the policy generates; if so, the policy runs more than once in a
+        where: the source, reference and snapshot of the values.
+        of_generated_text: whether the values are for text that the policy generates. If so, the policy runs more than once per
             step.
     """
 
@@ -48,28 +48,28 @@ class ReferenceDuringTraining(NoReferenceModel):
     of_generated_text = False
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return the content of the audit's report under `remote`."""
+        """Return the content of the `remote` field in the audit's report."""
         return None
 
 
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:
-    """Raise UsageError if a reference model is given to a trainer that takes stored values."""
+    """Raise UsageError if a reference model is passed to a trainer that uses stored values."""
     if ref_model is not None:
         raise UsageError(f"{trainer} takes reference=, not ref_model=: no reference model is ever loaded")
 
 
 @contextmanager
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
-    """Prevent the modules of `trl_modules` from making a reference model and from hashing the policy, within the block.
+    """Within the block, prevent the trainer's TRL modules from creating a reference model and from hashing the policy.
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
-    if it precomputes log-probs. TRL <= 1.1 always makes a reference model (`create_model_from_path`, earlier
-    `create_reference_model`). These functions are replaced in each module of the class and of its parents that has such a
-    function.
+    when it precomputes log-probs. TRL <= 1.1 always creates a reference model (with `create_model_from_path`; in earlier
+    versions, with `create_reference_model`). These functions are replaced in every module in `trl_modules(trainer_class)` that
+    has them.
 
     Args:
-        trainer_class: a trainer.
-        policy_is_path: whether the policy is given as a path, so that the first model that is created is the policy.
+        trainer_class: the class of the trainer.
+        policy_is_path: whether the policy is given as a path, in which case the first model that TRL creates is the policy.
     """
     policies_left = 1 if policy_is_path else 0
 
@@ -97,14 +97,14 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
 @contextmanager
 def unchanged_by_failure(*given: Any) -> Iterator[None]:
-    """Record the given objects, and restore them if the block raises an exception.
+    """Record the state of the given objects, and restore it if the block raises an exception.
 
-    TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain model, replace its forward, switch
-    dropout off, freeze parameters, and set padding tokens. Without a restoration, a second trainer made with the same objects
-    would start with the changes of the first trainer.
+    TRL's constructors add a "ref" adapter to a PeftModel, insert LoRA layers into a plain model, replace a model's `forward`,
+    disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second trainer created with
+    the same objects would start with them.
 
     Args:
-        given: models and tokenizers; other objects are ignored. Devices are not restored.
+        given: models and tokenizers; other objects are ignored. Models are not moved back to their original devices.
     """
     kept = [_Attributes(owner) for owner in _owners(given)]
     gradients = [
@@ -124,7 +124,7 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of one object, and the entries of those attributes that are lists, dictionaries or sets."""
+    """A copy of one object's attributes, including the entries of attributes that are lists, dictionaries or sets."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -135,7 +135,7 @@ class _Attributes:
         attributes = vars(self._owner)
         attributes.clear()
         attributes.update(self._values)
-        for container, entries in self._entries:  # changed in place: other objects may hold the same container
+        for container, entries in self._entries:  # in place, because other objects may share the container
             container.clear()
             if isinstance(container, list):
                 container.extend(entries)

@@ -1,7 +1,7 @@
-"""Join a dataset in all processes of a distributed run.
+"""Join a dataset with its stored values on all processes of a distributed run.
 
-One process of each node looks values up, and all processes of the node map the result into memory. A run with a single process
-uses the same code.
+One process on each node looks up the values, and all processes on the node map the result into memory. A run with a single
+process uses the same code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Found:
     """The result of a join.
 
     Attributes:
-        where: where the values come from, after the service has scored missing rows.
-        asked: the keys and lengths that this process' rows need.
-        columns: name of each column -> values, float32 (n,), in nats, which are NaN for the rows in `misses`.
+        where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
+            includes their values.
+        asked: the keys and completion lengths that this process's rows need.
+        columns: each column's values by column name, float32 (n,), in nats; NaN for the rows in `misses`.
         misses: rows without values, or None if every row has values.
-        scored: number of rows that were sent to the service to be scored during this join.
+        scored: number of rows that the service was asked to score during this join.
     """
 
     where: Where
@@ -48,17 +49,17 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """A store that does not exist, or that has no values of the reference, so that every row is missing.
+    """The result when the store does not exist or has no values for the reference, so that every row is missing.
 
     Attributes:
-        error: the error that the store raised when it was opened.
+        error: the error that was raised when the store was opened.
     """
 
     error: ReferenceNotFoundError | StoreNotFoundError
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """Return the source with one dtype, which the first process chooses for a policy that computes in `dtype`."""
+    """Return the source with the reference dtype that the first process chooses for a policy that computes in `dtype`."""
     if not source.chooses_dtype:
         return source
 
@@ -68,7 +69,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
     if numerics(chosen) != dtype and Rank.here().rank == 0:
-        there = f"{source.location} has {source.model} in this dtype alone, but the policy computes in {dtype}"
+        there = f"{source.location} has {source.model} only in this dtype, but the policy computes in {dtype}"
         logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
     return source.of(chosen)
 
@@ -76,7 +77,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
     """Return the reference and snapshot that the first process sees.
 
-    All processes read that snapshot, even if newer snapshots are committed meanwhile.
+    All processes read this snapshot, even if newer snapshots are committed in the meantime.
     """
 
     def look() -> Where | NothingScored | None:
@@ -95,7 +96,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return all rows of a dataset as missing, because the store has no values, or None if the dataset has no completions."""
+    """Return all rows of a dataset as missing, for a store without values; return None if the dataset has no completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -113,25 +114,26 @@ def raise_missing(
     output_dir: Path,
     dtype: str | None,
 ) -> None:
-    """Raise an error that names all missing rows of all datasets, and the one command that scores them.
+    """Raise an error that names the missing rows of all datasets, and a single command that scores them.
 
     Args:
         misses: the missing rows of each dataset.
         source: where the values were looked up.
-        where: the snapshot in which they were looked up, or NothingScored.
+        where: the snapshot in which the values were looked up, or NothingScored.
         settings: the trainer's settings that the sums depend on.
-        output_dir: folder to which the rows' token ids are written.
-        dtype: dtype in which to score if nothing was scored yet, or None for the source's dtype.
+        output_dir: folder in which to write a file with the missing rows' token ids.
+        dtype: dtype in which to score if nothing has been scored yet, or None for the source's dtype.
 
     Raises:
-        MissingLogpsError: some rows were never scored; if no row was scored, the store's own error is raised instead.
+        MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
+            instead.
         RankFailedError: raised on processes that did not look up values.
     """
 
     def tell() -> None:
         if Rank.here().local_rank:
             return
-        has_images = any(part.has_images for part in misses)  # a file of token ids cannot hold the images
+        has_images = any(part.has_images for part in misses)  # a file of token ids cannot contain images
         file = "DATA" if has_images else write_tokens(misses, output_dir)
         if isinstance(where, NothingScored):
             raise source.nothing_scored(where.error, file, settings, dtype)
@@ -149,19 +151,19 @@ def join_on_all_ranks(
     settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up the rows of a dataset of which every process has a copy.
+    """Look up the values for the rows of a dataset that every process has a copy of.
 
     Args:
         dataset: the tokenised rows.
-        name: the dataset's name, for errors.
-        layout: the dataset's columns.
+        name: the dataset's name, for error messages.
+        layout: the layout of the dataset's columns.
         source: where the values are stored.
-        where: the snapshot in which to look them up.
+        where: the snapshot in which to look up the values.
         settings: the trainer's settings that the sums depend on.
-        read: function that turns a join's sums into the columns that the trainer's loss reads.
+        read: function that converts a join's sums into the columns that the trainer's loss reads.
 
     Raises:
-        the errors of `join_reference_logps`, on every process; as a RankFailedError if the error was raised on another process.
+        the errors of `join_reference_logps`. If one process fails, the other processes raise RankFailedError.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)

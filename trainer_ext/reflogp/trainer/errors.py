@@ -1,14 +1,14 @@
-"""Errors of the trainer extension; all are subclasses of the store's ReflogpError.
+"""Define the errors of the trainer extension, which are all subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-└── ReferenceLogpsError          a training run cannot trust its reference log-probs
+└── ReferenceLogpsError          a training run's reference log-probs cannot be trusted
     ├── MissingLogpsError        rows whose sequences were never scored
     ├── UnusableLogpsError       rows whose values are damaged or not finite
-    ├── BroughtColumnsError      a dataset's own reference columns differ from the reference's values
-    ├── ReferenceChangedError    a service no longer has the run's reference model
+    ├── BroughtColumnsError      a dataset's existing reference columns differ from the reference's values
+    ├── ReferenceChangedError    a service no longer serves the run's reference model
     ├── RankFailedError          another process of a distributed run failed
     └── AuditError               the audit found wrong, missing or recomputed reference values
-        └── StepZeroError        the policy does not start at the joined reference
+        └── StepZeroError        before the first step, the policy differs from the joined values
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from reflogp.store import ReflogpError
 
 
 class ReferenceLogpsError(ReflogpError):
-    """A training run cannot trust its reference log-probs."""
+    """A training run's reference log-probs cannot be trusted."""
 
 
 class MissingLogpsError(ReferenceLogpsError):
-    """Rows whose sequences were never scored.
+    """Some rows have sequences that were never scored.
 
     Attributes:
-        rows: the row numbers in the trainer's tokenised dataset; if several datasets have such rows, the row numbers in the
-            first.
-        command: the command line that scores the rows of all datasets; empty if the values come from a file.
-        datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> the row numbers.
+        rows: numbers of the missing rows in the trainer's tokenised dataset. If several datasets have missing rows, the row
+            numbers are those of the first of these datasets.
+        command: command that scores the missing rows of all datasets; empty if the values come from a file.
+        datasets: numbers of the missing rows, by dataset name ("train", "eval", or the key of an evaluation set).
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
@@ -38,10 +38,10 @@ class MissingLogpsError(ReferenceLogpsError):
 
 
 class UnusableLogpsError(ReferenceLogpsError):
-    """Rows whose values are damaged or not finite.
+    """Some rows have values that are damaged or not finite.
 
     Attributes:
-        rows: the row numbers in the trainer's tokenised dataset.
+        rows: numbers of the unusable rows in the trainer's tokenised dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -50,10 +50,10 @@ class UnusableLogpsError(ReferenceLogpsError):
 
 
 class BroughtColumnsError(ReferenceLogpsError):
-    """A dataset's own reference columns differ from the reference's values, or cannot be verified.
+    """A dataset already has reference columns whose values differ from the reference's, or cannot be verified.
 
     Attributes:
-        rows: numbers of the rows that differ, in the trainer's tokenised dataset.
+        rows: numbers of the rows that differ in the trainer's tokenised dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -62,18 +62,18 @@ class BroughtColumnsError(ReferenceLogpsError):
 
 
 class ReferenceChangedError(ReferenceLogpsError):
-    """A service no longer has the reference model with which a run began."""
+    """A service no longer serves the reference model that the run started with."""
 
 
 class RankFailedError(ReferenceLogpsError):
-    """Another process of a distributed run failed; the error of the other process says why."""
+    """Another process of a distributed run failed; the error on that process gives the reason."""
 
 
 class AuditError(ReferenceLogpsError):
-    """The audit of a run found reference values that are wrong, missing or computed again.
+    """The audit of a run found reference values that are wrong, missing or recomputed.
 
     Attributes:
-        check: name of the check that found the values.
+        check: name of the check that failed.
     """
 
     def __init__(self, message: str, check: str = "") -> None:
@@ -82,4 +82,4 @@ class AuditError(ReferenceLogpsError):
 
 
 class StepZeroError(AuditError):
-    """The policy's log-probs differ from the joined reference's by more than the tolerance before the first step."""
+    """Before the first step, the policy's log-probs differ from the joined reference log-probs by more than the tolerance."""

@@ -1,6 +1,7 @@
 """Join reference log-probs into a tokenised dataset, by key.
 
-The key lookup and the sums are in reflogp.store.joins. This module handles datasets and the messages about rows without values.
+The module reflogp.store.joins looks up keys and computes sums. This module handles datasets and the messages about rows without
+values.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
-#: Explanation in messages about missing rows that have sequences of KTO's KL term.
+#: Explanation for messages about missing rows that include sequences for KTO's KL term.
 _OF_KL = (
-    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always lacks "
-    "values for those pairs"
+    ". For KTO's KL term, each prompt is paired with another row's completion, depending on batch size and row order, so a "
+    "first run always lacks values for these pairs"
 )
-#: Number of rows of a stream in each lookup.
+#: Number of rows per lookup when the dataset is a stream.
 _STREAM_ROWS = 256
-#: Name that messages use for a dataset without a name.
+#: Name that is used in messages for a dataset without a name.
 THE_DATASET = "the dataset"
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -55,11 +56,11 @@ class Misses:
         dataset: name of the dataset.
         rows: numbers of the rows, int64 (n,).
         of: number of rows in the dataset.
-        has_kl: whether the rows have sequences of KTO's KL term.
-        own_found: whether the own completions of some rows have values.
-        tokens: the rows' token ids, if this process looked them up.
-        why: reason why on_miss="compute" did not compute the values; empty otherwise.
-        has_images: whether the rows hold images.
+        has_kl: whether the rows include sequences for KTO's KL term.
+        own_found: whether some rows' own completions (not those of the KL pairs) have values.
+        tokens: the rows' token ids, if this process looked up the rows.
+        why: reason why on_miss="compute" could not compute the values, or an empty string.
+        has_images: whether the rows contain images.
     """
 
     dataset: str
@@ -78,13 +79,13 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """A record of what was joined, from where and with which settings. With it, the same columns can be joined again.
+    """A record of what was joined, from where and with which settings, in enough detail to join the same columns again.
 
     Attributes:
-        where: where the values come from.
+        where: the source, reference and snapshot of the values.
         settings: the trainer's settings that the sums depend on.
-        rows: number of rows with values, which are all rows, because a row without values is an error, or None for a stream.
-        coverage: number of rows with values divided by the number of all rows; 1.0 for a join that succeeded.
+        rows: number of rows, or None for a stream. Every row has values, because a row without values raises an error.
+        coverage: fraction of all rows that have values; 1.0 for every join that succeeded.
         scored: number of rows whose values the service scored during this join.
         computed: number of rows whose values the trainer's own model computed during this join.
         brought: names of reference columns that were already in the dataset and were verified against the joined values.
@@ -124,22 +125,23 @@ def join_reference_logps(
     """Return `dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
 
     Args:
-        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream (IterableDataset)
-            is joined while the stream is read.
+        dataset: tokenised rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
+            (IterableDataset) is joined as it is read.
         source: where the values are stored.
-        max_length: the setting of the trainer's config; the values are the sums that TRL's own precomputation would give.
-        truncation_mode: the setting of the trainer's config.
-        ld_alpha: the setting of the trainer's config.
+        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL's own precomputation would
+            return.
+        truncation_mode: `truncation_mode` of the trainer's config.
+        ld_alpha: `ld_alpha` of the trainer's config.
 
     Returns:
-        The dataset with float32 columns, in nats, summed over each completion.
+        The dataset with float32 columns of log-probs in nats, summed over each completion.
 
-        Errors about rows of a stream are raised while the stream is read.
+        If the dataset is a stream, errors about its rows are raised while the stream is read.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        BroughtColumnsError: the dataset already has columns with these names, and their values differ from the reference's.
+        BroughtColumnsError: the dataset already has columns with these names, but their values differ from the reference's.
         UsageError: on_miss is "compute", which needs a trainer, or rows have images, video or audio.
 
     Examples:
@@ -153,7 +155,7 @@ def join_reference_logps(
         ['prompt_ids', 'chosen_ids', 'rejected_ids', 'ref_chosen_logps', 'ref_rejected_logps']
     """
     if source.on_miss == "compute":
-        raise UsageError("on_miss='compute' needs a trainer's model, and this function has none: use 'error' or 'score'")
+        raise UsageError("on_miss='compute' needs a trainer's model, which this function does not have: use 'error' or 'score'")
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
     check_truncation(max_length, truncation_mode)
     refuse_media(dataset, "given", raw=False)
@@ -171,7 +173,7 @@ def join_reference_logps(
 
 
 def ask_dataset(dataset: Dataset, layout: Layout, settings: TrainerSettings) -> Asked:
-    """Return the keys and lengths that a dataset's rows need from a store."""
+    """Return the keys and completion lengths to look up for a dataset's rows."""
     cut = TrainerSettings() if layout.cut else settings
     return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
 
@@ -179,10 +181,10 @@ def ask_dataset(dataset: Dataset, layout: Layout, settings: TrainerSettings) -> 
 def answer_rows(
     dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: TrainerSettings
 ) -> tuple[Values, Join, int]:
-    """Look up every row, and have the service score the missing rows if the source says so.
+    """Look up every row, and have the service score the missing rows if the source has on_miss="score".
 
     Returns:
-        the values (of a newer snapshot if the service scored rows), the join, and the number of rows that were sent to the
+        the values (from a newer snapshot if the service scored rows), the join, and the number of rows that were sent to the
         service.
     """
     join = values.answer(asked, settings)
@@ -190,7 +192,7 @@ def answer_rows(
     if not len(missing) or source.on_miss != "score" or not isinstance(values, ServiceValues):
         return values, join, 0
     logger.warning(
-        "%d of %d rows have no reference log-probs yet: %s scores them", len(missing), len(dataset), values.where.store
+        "%d of %d rows have no reference log-probs yet; %s will score them", len(missing), len(dataset), values.where.store
     )
     with tqdm(total=len(missing), desc="Reference log-probs", unit="row") as bar:
 
@@ -202,11 +204,11 @@ def answer_rows(
 
 
 def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
-    """Return the rows of a dataset that have no values in a join, or None if every row has values."""
+    """Return the rows of a dataset that a join found no values for, or None if every row has values."""
     missing = np.flatnonzero(join.missing)
     if not len(missing):
         return None
-    own = next(iter(join.logps.values()))  # NaN where a row's own completion has no value
+    own = next(iter(join.logps.values()))  # NaN for rows whose own completion has no value
     return Misses(
         name,
         missing,
@@ -218,7 +220,7 @@ def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses
 
 
 def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
-    """Write the token ids of all missing rows into one file that `reflogp score` reads; return its path."""
+    """Write the token ids of all missing rows to one file that `reflogp score` can read, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "reflogp-missing.parquet"
     tables = [part.tokens for part in misses if part.tokens is not None]
@@ -228,19 +230,19 @@ def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
 
 
 def missing_error(misses: Sequence[Misses], where: Where, command: str) -> MissingLogpsError:
-    """Return the error that names all missing rows of all datasets, and one command that scores them."""
+    """Return an error that names the missing rows of all datasets, and a single command that scores them."""
     place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
     words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
     if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
-        words += f"on_miss='compute' cannot compute them: {why}. "
+        words += f"on_miss='compute' cannot compute the values: {why}. "
     has_kl = any(part.has_kl for part in misses)
     if not has_kl and all(len(part.rows) == part.of for part in misses):
         words += NONE_FOUND
-    words += f"Score them: {command}" if command else "Join the file again from a store that has them"
+    words += f"Score them: {command}" if command else "Create the file again from a store that has values for these rows"
     if has_kl:
         words += _OF_KL
     if has_kl and not any(part.own_found for part in misses):
-        words += ". None of the rows' own completions has values yet either"
+        words += ". The rows' own completions have no values yet either"
     return MissingLogpsError(
         words,
         [int(row) for row in misses[0].rows],
@@ -250,7 +252,7 @@ def missing_error(misses: Sequence[Misses], where: Where, command: str) -> Missi
 
 
 def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
-    """Raise UnusableLogpsError if values of a dataset's rows are damaged or not finite."""
+    """Raise UnusableLogpsError if the values for some rows are damaged or not finite."""
     unusable = np.flatnonzero(join.unusable)
     if len(unusable):
         raise UnusableLogpsError(
@@ -263,12 +265,12 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 def with_columns(
     dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Return the dataset with reference columns, and the names of the reference columns that the dataset already had.
+    """Return the dataset with reference columns added, and the names of the reference columns that it already had.
 
     Args:
-        columns: name of each column -> values, float32 (n,), in nats.
-        tokens: number of log-probs in each sum, int64 (n,), for each column.
-        dtype: dtype in which the reference computed; existing columns may differ by the rounding of that dtype.
+        columns: each column's values by column name, float32 (n,), in nats.
+        tokens: for each column, the number of log-probs in each sum, int64 (n,).
+        dtype: dtype in which the reference was scored; existing columns may differ by the rounding error of this dtype.
 
     Raises BroughtColumnsError if the values of an existing column differ from the reference's.
     """
@@ -290,18 +292,19 @@ def join_stream(
     trainer: Any = None,
     name: str = THE_DATASET,
 ) -> IterableDataset:
-    """Return a stream whose rows get their reference columns while they are read, in batches of a few hundred rows.
+    """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the opened values; a data loader's worker is a forked process, in which Delta's library cannot open values.
+        values: the opened values. They must be open already, because Delta's library cannot open values in a data loader's
+            worker, which is a forked process.
         trainer: the trainer that reads the columns, or None for TRL's newest column names.
-        name: the dataset's name, for errors.
+        name: the dataset's name, for error messages.
     """
     return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
-    """A function that joins one batch of a stream, in the process that reads the stream; that may be a data loader's worker."""
+    """A function that joins one batch of a stream, in the process that reads the stream (possibly a data loader's worker)."""
 
     def __init__(self, source: ReferenceSource, values: Values, settings: TrainerSettings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name
@@ -334,18 +337,18 @@ def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
 
 
 def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return the token ids of some rows, in the columns that the scorer reads."""
+    """Return the token ids of the given rows, in the columns that the scorer reads."""
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
-#: Advice if every row of a dataset is missing: the tokens are probably different, and scoring the rows would hide the cause.
+#: Advice for when every row of a dataset is missing: the tokens probably differ, and scoring the rows would hide the cause.
 NONE_FOUND = (
-    "None was found: if the rows were scored before, first compare the tokenizer and the chat template with that run's. "
+    "No row was found. If the rows were scored before, first check that the tokenizer and the chat template are the same. "
 )
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:
-    """Return the first of some row numbers as text for a message."""
+    """Return the first few row numbers as text for a message."""
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 
@@ -360,8 +363,8 @@ def _verify_brought(
     different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
     if len(different):
         raise BroughtColumnsError(
-            f"the dataset has its own {name}, and {len(different)} of {len(values)} values differ from the reference's (rows "
-            f"{some_rows(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
+            f"the dataset already has {name}, but {len(different)} of its {len(values)} values differ from the reference's "
+            f"(rows {some_rows(different)}, by up to {np.nanmax(apart[different], initial=0.0):.4g} nats). Remove the column "
             f"(dataset.remove_columns({name!r})) to train on the reference's values",
             [int(row) for row in different],
         )

@@ -1,6 +1,6 @@
-"""Translate the column names of tokenised datasets between versions of TRL, and share reference columns between processes.
+"""Translate the column names of tokenised datasets between TRL versions, and share reference columns between processes.
 
-Versions are distinguished by the columns and functions that exist, never by a version number.
+TRL versions are recognised by the columns and functions that exist, never by version number.
 
     DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
     DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
@@ -8,7 +8,7 @@ Versions are distinguished by the columns and functions that exist, never by a v
     KTO   1.4, 1.5             the same                                                            reference_logps, …
     KTO   1.2, 1.3             prompt_input_ids, completion_input_ids (prompt and completion, cut) reference_logps, …
 
-One process of a node writes the reference columns to an Arrow file, and all its processes map the file into memory.
+One process on each node writes the reference columns to an Arrow file, and all processes on the node map the file into memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import one_array, stream_buffer
 from reflogp.store.windows import without_first
 
-#: Names of the columns in KTO trainers up to TRL 1.5.
+#: Names of the reference columns in the KTO trainers of TRL 1.5 and older.
 _EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
 KL_IDS = "KL_completion_ids"
 REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})
@@ -39,14 +39,14 @@ REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of one tokenised dataset.
+    """The columns of a tokenised dataset, and how to convert them.
 
     Attributes:
-        columns: the columns that hold tokens.
-        canonical: function that converts a table of these columns into prompt_ids with chosen_ids and rejected_ids, or with
-            completion_ids (KL_completion_ids).
-        names: name of a reference column -> the trainer's name of the column, if the two differ.
-        cut: whether the rows are truncated already.
+        columns: names of the columns that contain token ids.
+        canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
+            chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
+        names: the trainer's names for reference columns, by reflogp's names; only names that differ are listed.
+        cut: whether the rows are already truncated.
     """
 
     columns: list[str]
@@ -59,7 +59,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return those of the given names that belong to columns of reference log-probs."""
+    """Select the names of reference log-prob columns from the given column names."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
@@ -67,8 +67,8 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
     """Return the layout of a dataset with these columns.
 
     Args:
-        column_names: the columns of the tokenised dataset.
-        trainer: the trainer that reads the reference columns, or None for the names of the newest TRL.
+        column_names: names of the tokenised dataset's columns.
+        trainer: the trainer that reads the reference columns, or None to use the names of the newest TRL.
     """
     there = set(column_names)
     names = _EARLY_KTO_NAMES if hasattr(trainer, "compute_reference_log_probs") else {}
@@ -84,7 +84,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Split the completion columns of a table, which begin with the prompt, into prompt and completion columns."""
+    """Split a table's completion columns, whose token ids begin with the prompt, into prompt and completion columns."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:
@@ -98,24 +98,24 @@ Columns = dict[str, npt.NDArray[np.float32]]
 
 
 def save_columns(columns: Columns) -> Path:
-    """Write columns of equal length, each float32 (n,), and return the file's path.
+    """Write columns of equal length, each float32 (n,), to a file in the cache folder, and return the file's path.
 
-    The file's name is a hash of its content, so runs that join the same values share the file. The file may be deleted when no
+    The file's name is a hash of its content, so runs that join the same values share the file. The file can be deleted once no
     run uses it.
 
-    Raises UsageError if the cache folder cannot be written.
+    Raises UsageError if the cache folder is not writable.
     """
     return save_table(pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()}))
 
 
 def load_columns(file: Path) -> Columns:
-    """Return the columns of a file of `save_columns` as arrays that share the file's memory pages with other processes."""
+    """Return the columns of a file that `save_columns` wrote, as memory-mapped arrays that processes share."""
     table = load_table(file)
     return {name: one_array(table[name]).to_numpy() for name in table.column_names}
 
 
 def save_table(table: pa.Table) -> Path:
-    """Write a table and return the file's path; see `save_columns`."""
+    """Write a table to the cache folder and return the file's path, as `save_columns` does."""
     content = stream_buffer(table)
     folder = cache_dir() / "joined"
     file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
@@ -127,12 +127,13 @@ def save_table(table: pa.Table) -> Path:
             partial.replace(file)
     except OSError as error:
         raise UsageError(
-            f"the cache folder {folder} cannot be written ({error.strerror or error}); set $REFLOGP_CACHE_DIR to another"
+            f"the cache folder {folder} cannot be written ({error.strerror or error}); set $REFLOGP_CACHE_DIR to a "
+            "writable folder"
         ) from error
     return file
 
 
 def load_table(file: Path) -> pa.Table:
-    """Return the table of a file of `save_table`, mapped into memory."""
+    """Return the table in a file that `save_table` wrote, mapped into memory."""
     with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
         return stream.read_all()

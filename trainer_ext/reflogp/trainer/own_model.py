@@ -1,4 +1,4 @@
-"""Compute reference log-probs with the trainer's own model and TRL's own function, in any version of TRL."""
+"""Compute reference log-probs with the trainer's own model and TRL's own function, with any version of TRL."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: Number of rows at the start of each weight that are compared: training changes some of these rows in nearly every weight.
+#: Number of rows at the start of each weight tensor that are compared. Training changes some of these rows in nearly every
+#: tensor.
 _WEIGHT_ROWS = 64
-#: Number of rows with stored values that a model has to reproduce before its values for other rows are accepted.
+#: Number of dataset rows whose stored values a model must reproduce before its values for other rows are accepted.
 _PROBES = 8
 
 
 def computes_references(trainer: Any) -> bool:
-    """Return True if a trainer has TRL's function for reference log-probs."""
+    """Return True if a trainer has TRL's method for computing reference log-probs."""
     return hasattr(trainer, "compute_ref_log_probs") or hasattr(trainer, "compute_reference_log_probs")
 
 
 def no_own_reference(trainer: Any) -> str:
-    """Return the reason why the trainer's model cannot compute the reference's values; empty if it can.
+    """Return the reason why the trainer's model cannot compute the reference's values, or an empty string if it can.
 
-    The model can compute the values with its adapter switched off, or if the policy starts at the reference, as long as the
-    underlying weights are unchanged since the trainer was made. All processes have to call this function together.
+    The model can compute the values if its adapter can be turned off or if the policy starts at the reference, as long as the
+    underlying weights have not changed since the trainer was created. All processes must call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start at the reference (policy_starts_at_reference=False)"
-    return "" if is_unchanged(trainer) else "the policy's weights have changed since the trainer was made"
+    return "" if is_unchanged(trainer) else "the policy's weights have changed since the trainer was created"
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the values that TRL would use as a batch's reference log-probs, computed by the policy with any adapters off.
+    """Return the values that TRL would use as a batch's reference log-probs, computed by the policy with any adapter off.
 
     Args:
-        trainer: a trainer that `computes_references`.
-        model: the model that `training_step` gets.
+        trainer: a trainer for which `computes_references` returns True.
+        model: the model that is passed to `training_step`.
         batch: the collated batch, on the model's device.
 
     Returns:
-        sums in nats, (n,), by name of the reference column.
+        sums in nats, (n,), by reference column name.
     """
     compute = getattr(trainer, "compute_ref_log_probs", None) or trainer.compute_reference_log_probs
     was_training = model.training
@@ -74,21 +75,21 @@ def fill_in(
     tokens: Sequence[npt.NDArray[np.int64]],
     dtype: str,
 ) -> str:
-    """Compute reference log-probs for rows without values, on all processes together, and write them into `columns`.
+    """Compute reference log-probs for the rows without values, on all processes together, and write them into `columns`.
 
-    Some rows with values are computed too: if the results differ, the model is not the reference. If no row has values, the
-    model's weights are compared with the reference's files instead.
+    Some rows that have values are computed as well: if the results differ from these values, the model is not the reference. If
+    no row has values, the model's weights are compared with the reference's weight files instead.
 
     Args:
         trainer: the trainer whose model computes the log-probs.
-        dataset: tokenised rows as TRL prepared them.
+        dataset: the tokenised rows, as prepared by TRL.
         missing: numbers of the rows without values, int64 (n,).
-        columns: name of each column -> values, float32 (n,), in the form that the trainer's loss reads.
-        tokens: number of log-probs in each sum, int64 (n,), for each column.
+        columns: each column's values by column name, float32 (n,), in the form that the trainer's loss reads.
+        tokens: for each column, the number of log-probs in each sum, int64 (n,).
         dtype: dtype in which the reference was scored.
 
     Returns:
-        the reason why the trainer's model cannot compute the log-probs, or an empty string if they were written.
+        the reason why the trainer's model cannot compute the log-probs, or an empty string if the log-probs were written.
     """
     if why := no_own_reference(trainer):
         return why
@@ -106,8 +107,8 @@ def fill_in(
         apart = np.abs(values[len(missing) :] - columns[names[column]][known])
         if not (apart <= allowed * np.sqrt(np.maximum(counts[known], 1))).all():
             return (
-                f"this trainer's model is not the reference: its log-probs of rows {', '.join(map(str, known))}, which have "
-                f"stored values, differ from the stored values by up to {apart.max():.4g} nats"
+                f"this trainer's model is not the reference: its log-probs of rows {', '.join(map(str, known))} differ from "
+                f"the stored values by up to {apart.max():.4g} nats"
             )
     for column, values in computed.items():
         columns[names[column]][missing] = values[: len(missing)]
@@ -115,8 +116,8 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Return the reason why a trainer's model may not have the weights of its reference's files; empty if it has them."""
-    unknown = "no row has stored values to compare this trainer's model with"
+    """Return the reason why a trainer's model may not have the weights in its reference's files; empty if it has them."""
+    unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="
     folder = resolve_model(trainer.reference.model)
@@ -131,9 +132,9 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
             for name in set(tensors.keys()) & own.keys():
                 stored, held = tensors.get_slice(name)[:_WEIGHT_ROWS], own[name].detach()[:_WEIGHT_ROWS].cpu()
                 if stored.shape != held.shape or not torch.equal(stored.to(held.dtype), held):
-                    return f"this trainer's model is not the reference: its {name} differs from that in {folder}"
+                    return f"this trainer's model is not the reference: its weight {name} differs from the one in {folder}"
                 compared += 1
-    return "" if compared else f"{unknown}, and its weights have other names than those in {folder}"
+    return "" if compared else f"{unknown}, and the names of its weights do not match those in {folder}"
 
 
 def _name_in_files(name: str) -> str:
@@ -142,12 +143,12 @@ def _name_in_files(name: str) -> str:
 
 
 def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]:
-    """Compute the reference log-probs of some rows with the trainer's model; every process gets the values of all rows."""
+    """Compute the reference log-probs of the given rows with the trainer's model; every process gets the values of all rows."""
     loader = trainer.accelerator.prepare(
         DataLoader(rows, batch_size=trainer.args.per_device_eval_batch_size, collate_fn=trainer.data_collator)
     )
     found: dict[str, list[torch.Tensor]] = {}
-    for batch in tqdm(loader, desc="Reference log-probs by this trainer's model", disable=trainer.args.disable_tqdm):
+    for batch in tqdm(loader, desc="Reference log-probs from this trainer's model", disable=trainer.args.disable_tqdm):
         for name, values in reference_logps(trainer, trainer.model, trainer._prepare_inputs(batch)).items():
             found.setdefault(name, []).append(trainer.accelerator.gather_for_metrics(values).cpu())
     return {name: torch.cat(parts).float().numpy() for name, parts in found.items()}
@@ -155,10 +156,9 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """Make TRL compute the reference with the policy within the block, instead of with the object in place of a reference
-    model.
+    """Within the block, make TRL compute the reference with the policy instead of the placeholder for a reference model.
 
-    For a PEFT model, ref_model is set to None, so that TRL switches the adapter off. For other models, ref_model is set to the
+    For a PEFT model, ref_model is set to None, so that TRL turns the adapter off. For other models, ref_model is set to the
     policy, because TRL 0.29 to 1.1 does not accept None for these models.
     """
     stand_in = getattr(trainer, "ref_model", None)

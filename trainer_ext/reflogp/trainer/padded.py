@@ -1,4 +1,4 @@
-"""Convert a trainer's padded batch into sequences for a service to score, and the responses back into the batch's shape."""
+"""Convert a trainer's padded batch into sequences for a service to score, and the responses back to the batch's shape."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy.typing as npt
 import torch
 
 Ids = npt.NDArray[np.int64]
-#: An embedding with as many rows as the config has positions, or a few more (OPT: 2), counts as a table of positions.
+#: An embedding counts as a table of positions if it has as many rows as the config has positions, or at most this many more
+#: (OPT has 2 more).
 _SPARE_POSITIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Rows of prompt and completion, padded on both sides, and the position of the log-probs that are needed.
+    """A batch of prompt and completion tokens, padded on both sides, with a description of which log-probs are needed.
 
     Attributes:
-        input_ids: (rows, width).
-        attention_mask: 0 where a token is padding, (rows, width).
-        completion: number of tokens at the end of each row whose log-probs are needed; the full width for all tokens that have
-            a context.
-        temperature: the number by which logits are divided.
-        at_padding: whether values are needed at the completion's padding too.
+        input_ids: token ids, (rows, width).
+        attention_mask: 0 at padding and 1 at all other tokens, (rows, width).
+        completion: number of tokens at the end of each row whose log-probs are needed. If it equals the width, log-probs are
+            needed for every token that has a context.
+        temperature: value by which logits are divided.
+        at_padding: whether log-probs are also needed for the completion's padding.
     """
 
     input_ids: Ids
@@ -35,9 +36,9 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
-        """Make a batch from tensors on any device.
+        """Create a batch from tensors on any device.
 
-        The tensors are copied to the host in the calling thread, because the copy may have to wait for a device.
+        The tensors are copied to the host in the calling thread, because the copy may have to wait for the device.
         """
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 
@@ -49,11 +50,12 @@ class PaddedBatch:
         )
 
     def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
-        """Return the sequences to score: (sequences without padding, rows that keep their padding).
+        """Return the sequences to score, as (sequences without padding, sequences that keep their padding).
 
-        A row's padding can be left out if it only shifts all positions equally, and the model's attention depends only on
-        differences of positions. Padding is kept in these cases: the model has absolute positions, the padding has gaps,
-        padding is all the context that a completion has, or values at the padding itself are needed.
+        A row's padding can be omitted if it only shifts all positions by the same amount and the model's attention depends only
+        on relative positions. A row keeps its padding in these cases: the model has absolute positions and the row has left
+        padding, there is padding between tokens, padding is the only context of the completion, or log-probs of the padding
+        itself are needed.
         """
         plain, padded = [], []
         prompt = self.input_ids.shape[1] - self.completion
@@ -63,7 +65,7 @@ class PaddedBatch:
                 continue
             first, behind = int(seen[0]), int(seen[-1]) + 1
             start = prompt if prompt else first + 1
-            if start == behind and not self.at_padding:  # the row has one token, without a context
+            if start == behind and not self.at_padding:  # the row's only token has no context
                 continue
             has_holes = behind - first != len(seen)
             moved = absolute_positions and first > 0
@@ -77,7 +79,7 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Return log-probs in the batch's shape, (rows, completion), zero where no log-prob is needed."""
+        """Return log-probs in the batch's shape, (rows, completion), with zeros where no log-prob is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
@@ -88,12 +90,12 @@ class PaddedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The sequence of one row.
+    """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: where the completion's values belong in the batch.
-        prompt_ids, completion_ids: tokens of the sequence, (n,) and (m,).
-        attention_mask: mask of prompt and completion, (n + m,), or None if they contain no padding.
+        row, start: row and column of the completion's first value in the batch.
+        prompt_ids, completion_ids: token ids of the sequence, (n,) and (m,).
+        attention_mask: mask of the prompt and the completion, (n + m,), or None if the sequence contains no padding.
     """
 
     row: int
@@ -104,9 +106,9 @@ class Wanted:
 
 
 def has_absolute_positions(model: torch.nn.Module) -> bool:
-    """Return True if a model looks up positions in a table, so that padding on the left changes a token's position.
+    """Return True if a model looks up absolute positions in a table, so that left padding changes a token's position.
 
-    The model has to be unwrapped (no DataParallel, no FSDP), because its config and its embeddings are read.
+    The model must be unwrapped (no DataParallel, no FSDP), because this function reads its config and embeddings.
     """
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0

@@ -1,8 +1,8 @@
-"""Detect whether a policy's weights have changed since its trainer was made.
+"""Detect whether a policy's weights have changed since its trainer was created.
 
-Step counts do not show changes, because `train()` resets step counts, a checkpoint may be loaded without them, and a user may
-change the model. Version counters of tensors do not show changes either: writes through `.data` leave the counters unchanged.
-So the content of the weights is hashed.
+Step counts do not reveal all changes, because `train()` resets step counts, a checkpoint may be loaded without them, and users
+may modify the model themselves. Version counters of tensors are not reliable either, because writes through `.data` do not
+change the counters. Therefore, this module hashes the content of the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 
 from reflogp.trainer.ranks import Rank, gather
 
-#: Number of elements that are hashed at once: they fit in a CPU's cache, or keep a GPU busy without much memory.
+#: Number of elements that are hashed at once: few enough to fit in a CPU's cache, or enough to keep a GPU busy without using
+#: much memory.
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 26
 #: Odd multipliers of a mixing function (xxHash's primes, as signed 32-bit integers).
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
@@ -27,11 +28,11 @@ _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A digest of the weights that one process holds.
+    """A digest of the weights on one process.
 
     Attributes:
-        layout: digest of shapes and dtypes; it changes when weights are split over processes or cast.
-        content: a hash of every value.
+        layout: digest of the weights' shapes and dtypes, which changes when weights are sharded across processes or cast.
+        content: digest of the weights' values.
     """
 
     layout: str
@@ -39,14 +40,14 @@ class Fingerprint:
 
 
 def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerprint:
-    """Hash a model's parameters on their device: 1.3 ns per parameter on one CPU core.
+    """Hash a model's parameters on their device, which takes 1.3 ns per parameter on one CPU core.
 
-    If weights are split over processes (FSDP, ZeRO-3), each process hashes the part that it holds.
+    If weights are sharded across processes (FSDP, ZeRO-3), each process hashes its own shard.
 
     Args:
         model: the unwrapped model.
-        with_adapters: whether to hash all weights of a PEFT model; if not, only the weights that are used with its adapters
-            off, and those of a "ref" adapter, are hashed.
+        with_adapters: whether to hash all weights of a PEFT model. If False, only the weights that are used with its adapters
+            off and the weights of a "ref" adapter are hashed.
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -57,11 +58,11 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
 
 class PolicyWeights(TrainerCallback):
-    """A callback that detects whether the weights of a trainer's policy change after the callback is made.
+    """A callback that detects whether the weights of a trainer's policy change after the callback is created.
 
     Args:
-        trainer: a transformers Trainer, whose method `train` is wrapped, because weights are cast, split and loaded before
-            callbacks are called.
+        trainer: a transformers Trainer. Its `train` method is wrapped, because `train` casts, shards and loads weights before
+            it calls any callback.
         with_adapters: see `fingerprint`.
     """
 
@@ -81,23 +82,24 @@ class PolicyWeights(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the weights again, because `train` may have changed their form.
+        """Record the weights again, because `train` may have changed their layout.
 
-        Training may have split, cast or broadcast the weights. Weights that were unchanged before still count as unchanged.
+        `train` may have sharded, cast or broadcast the weights. Weights that were unchanged before `train` still count as
+        unchanged.
         """
         if self._carries:
             self._known.append(self._now())
-        self._carries = False  # a loop that restarts within one `train` (auto_find_batch_size) may begin with other weights
+        self._carries = False  # a restart within `train` (auto_find_batch_size) may begin with changed weights
 
     @property
     def unchanged(self) -> bool:
-        """Return True if the policy has its initial weights on all processes. All processes have to read this property
+        """Return True if the policy still has its initial weights on all processes. All processes must read this property
         together."""
         return all(gather(self._now() in self._known))
 
     @property
     def _is_split(self) -> bool:
-        """Return True if `train` may split the weights, cast them, or replace them by the first process' weights."""
+        """Return True if `train` may shard the weights, cast them, or replace them with the first process's weights."""
         split = any(getattr(self._trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed"))
         return split or Rank.here().count > 1
 
@@ -106,7 +108,7 @@ class PolicyWeights(TrainerCallback):
 
 
 def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
-    """Return the PolicyWeights of a trainer. The first call makes the object, which records the initial weights."""
+    """Return the PolicyWeights of a trainer. The first call creates the PolicyWeights, which records the initial weights."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     if found is None:
         found = trainer._reflogp_policy_weights = PolicyWeights(trainer, with_adapters)
@@ -114,7 +116,7 @@ def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
 
 
 def is_unchanged(trainer: Any) -> bool:
-    """Return True if a trainer's policy still has its initial weights, or if the trainer is still being made."""
+    """Return True if a trainer's policy still has its initial weights, or if the trainer is still being constructed."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     return found is None or found.unchanged
 
@@ -123,13 +125,14 @@ def _weights(model: Any, with_adapters: bool) -> Iterator[torch.Tensor]:
     skips = is_peft_model(model) and not with_adapters
     adapters = {name for name in model.peft_config if name != "ref"} if skips else set()
     for name, parameter in model.named_parameters():
-        if adapters.isdisjoint(name.split(".")):  # PEFT keeps each adapter's weights under its name
-            held = getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3, the part of this process
+        if adapters.isdisjoint(name.split(".")):  # PEFT puts an adapter's name into its weights' names
+            held = getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3, this process's shard
             yield held.to_local() if hasattr(held, "to_local") else held
 
 
 def _mixed_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of a hash of each element's bits. A plain sum would miss two changes that cancel."""
+    """Return the sum of the hashes of all elements' bits. A plain sum of the elements would miss two changes that cancel
+    out."""
     if tensor.is_meta or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)

@@ -1,7 +1,7 @@
-"""Run work in all processes of a distributed run: if the work fails in one process, it fails in all, and no process waits
+"""Run work on all processes of a distributed run. If the work fails on one process, it fails on all, so no process waits
 forever.
 
-The functions use torch.distributed's process group and accelerate's numbering of processes.
+The functions of this module use torch.distributed's process group and accelerate's numbering of processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reflogp.trainer.errors import RankFailedError
 
 T = TypeVar("T")
 
-#: Seconds between two heartbeats that the processes exchange.
+#: Seconds between the heartbeats that the processes exchange.
 _BEAT = 5.0
 
 
@@ -27,9 +27,9 @@ class Rank:
     """The position of this process in a distributed run.
 
     Attributes:
-        rank: number of the process in the run.
+        rank: number of the process in the run, starting at 0.
         count: number of processes.
-        local_rank: number of the process on its node; process 0 of each node does the node's lookups.
+        local_rank: number of the process on its node, starting at 0. Process 0 on each node looks up values for the node.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Rank:
 
 
 def gather(value: T) -> list[T]:
-    """Return every process' value, in the order of ranks, on every process."""
+    """Return the values of all processes, in rank order, on every process."""
     rank = Rank.here()
     if rank.count == 1:
         return [value]
@@ -54,32 +54,32 @@ def gather(value: T) -> list[T]:
 
 
 def on_all_ranks(what: str, work: Callable[[], T]) -> T:
-    """Run `work` on every process, and return this process' result after all have succeeded.
+    """Run `work` on every process, and return this process's result once all processes have succeeded.
 
     Args:
-        what: description of the work, for the error on the other processes.
+        what: description of the work, for the error message on the other processes.
         work: the function to run; it may use collective operations.
 
     Raises:
-        the exception of `work` on the process where it was raised, and a RankFailedError with the exception's text on all other
-        processes.
+        on the process where `work` fails, the exception that `work` raised; on all other processes, a RankFailedError with the
+        text of that exception.
     """
     if Rank.here().count == 1:
         return work()
     future: Future[T] = Future()
     try:
         future.set_result(work())
-    except Exception as error:  # `_agreed` sends the error's text to the other processes, and raises the error
+    except Exception as error:  # `_agreed` sends the error's text to the other processes and raises the error here
         future.set_exception(error)
     return _agreed(what, future)
 
 
 def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
-    """Run work as `on_all_ranks` does, even if it takes longer than the process group's timeout (10 minutes with NCCL).
+    """Run work as `on_all_ranks` does, even if the work takes longer than the process group's timeout (10 minutes with NCCL).
 
     Args:
-        what: description of the work, for the error on the other processes.
-        work: the function to run, in a thread, while the processes exchange heartbeats. The function must not use collective
+        what: description of the work, for the error message on the other processes.
+        work: the function to run. It runs in a thread while the processes exchange heartbeats, and must not use collective
             operations.
     """
     if Rank.here().count == 1:
@@ -89,12 +89,12 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
 
 def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-    """Wait for work that has begun on every process, then return or raise as `on_all_ranks_for_long` does.
+    """Wait for work that has already begun on every process, then return or raise as `on_all_ranks_for_long` does.
 
     Args:
-        what: description of the work, for the error on the other processes.
-        future: this process' work.
-        on_wait: function that is called repeatedly while this process' work is not done.
+        what: description of the work, for the error message on the other processes.
+        future: this process's work.
+        on_wait: function that is called repeatedly until this process's work is done.
     """
     while True:
         wait([future], timeout=_BEAT)
@@ -114,6 +114,6 @@ def _agreed(what: str, future: Future[T]) -> T:
 
 
 def of_my_node(values: list[T]) -> T:
-    """Return the value of this node's first process, from values in the order of ranks."""
+    """Return the value of this node's first process, given the values of all processes in rank order."""
     rank = Rank.here()
     return values[rank.rank - rank.local_rank]

@@ -1,4 +1,4 @@
-"""Get reference log-probs from a service, through an object that takes the place of a trainer's reference model.
+"""Get reference log-probs from a service, through an object that replaces a trainer's reference model.
 
 All processes of a distributed run succeed or fail together.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Logps = npt.NDArray[np.float32]
 
-#: Seconds between two warnings that a step waits for the service.
+#: Seconds between warnings that a step is waiting for the service.
 _WORDS_SECONDS = 30.0
 #: Maximum number of sequences per request; a service's default limit is 4,096.
 _SEQUENCES_AT_ONCE = 1024
@@ -47,13 +47,13 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass
 class Traffic:
-    """Counts of what was requested from the service, and the time that this took.
+    """Counts of what was requested from the service, and how long the requests took.
 
     Attributes:
         batches: number of batches requested.
         sequences, tokens: number of sequences and number of tokens in all requests.
-        seconds: time from sending each batch's requests to receiving its values, added up.
-        waited_seconds: the part of that time in which the trainer waited.
+        seconds: total time from sending each batch's requests to receiving the batch's values.
+        waited_seconds: the part of `seconds` during which the trainer waited.
     """
 
     batches: int = 0
@@ -68,25 +68,26 @@ class Traffic:
 
 
 class RemoteReference(ReferenceDuringTraining):
-    """A reference model that runs in a service; this object requests its log-probs.
+    """A reference model that runs in a service, and whose log-probs this object requests.
 
-    The object cannot be called like a model, because logits would be [tokens, vocabulary] numbers for each batch, and only one
-    number per token is needed. The method `per_token_logps` returns the numbers that are needed.
+    A RemoteReference cannot be called like a model, because it would have to transfer [tokens, vocabulary] logits for each
+    batch, although only one number per token is needed. Call `per_token_logps` to get these numbers.
 
     Args:
         source: a running service and the reference model's name, path or id.
-        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. For that time,
-            a service may be slow, unreachable or restarting.
-        absolute_positions: whether the reference looks up positions in a table (GPT-2), so that padding changes its input.
+        deadline: maximum number of seconds to wait for one batch's values, including retries and the pauses between retries.
+            The service may be slow, unreachable or restarting for this long before an error is raised.
+        absolute_positions: whether the reference looks up absolute positions in a table (as GPT-2 does), so that left padding
+            changes the reference's input.
 
     Raises:
         UsageError: the source is not a service.
-        ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
+        ReferenceNotFoundError, ServiceError: the service does not have the reference, or is unreachable.
         RankFailedError: another process could not reach the service.
 
     Attributes:
-        where: the service, the reference id and its dtype.
-        traffic: what was requested so far, and the time that this took.
+        where: the service, the reference's id and dtype, and the snapshot.
+        traffic: what has been requested so far, and how long the requests took.
 
     Examples:
         >>> import torch
@@ -105,9 +106,9 @@ class RemoteReference(ReferenceDuringTraining):
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
         if not source.is_service:
-            raise UsageError(f"{source.location} is not a service, but only a service can score text that was just generated")
+            raise UsageError(f"{source.location} is not a service, but only a service can score newly generated text")
         if not deadline > 0:
-            raise UsageError(f"deadline {deadline}: give a number of seconds above 0")
+            raise UsageError(f"deadline={deadline}: must be a number of seconds above 0")
         self.traffic = Traffic()
         self.absolute_positions = absolute_positions
         self._deadline = deadline
@@ -128,7 +129,8 @@ class RemoteReference(ReferenceDuringTraining):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            "the reference model is in a service, and its logits stay there; call per_token_logps(input_ids, attention_mask, …)"
+            "the reference model runs in a service, which does not return logits; call "
+            "per_token_logps(input_ids, attention_mask, …)"
         )
 
     def per_token_logps(
@@ -138,24 +140,25 @@ class RemoteReference(ReferenceDuringTraining):
         completion_tokens: int | None = None,
         temperature: float = 1.0,
     ) -> torch.Tensor:
-        """Return log p of each token given the tokens before it.
+        """Return the log-prob of each token given the tokens before it.
 
         Args:
-            input_ids: (rows, width), padded on either side.
-            attention_mask: 0 where a token is padding, (rows, width), or None if there is no padding.
-            completion_tokens: number of tokens at the end of each row, or None for all tokens but the first.
-            temperature: the number by which logits are divided.
+            input_ids: token ids, (rows, width), padded on either side.
+            attention_mask: 0 at padding and 1 at all other tokens, (rows, width), or None if there is no padding.
+            completion_tokens: number of tokens at the end of each row whose log-probs to return, or None for all tokens except
+                the first.
+            temperature: value by which logits are divided.
 
         Returns:
             float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and zero for
             a row's first token if completion_tokens is None.
 
         Raises:
-            UsageError: shapes that do not match, or a temperature that is not above 0.
+            UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.
             UnusableLogpsError: the service cannot score some rows.
-            ReferenceChangedError: the service no longer has the reference with which the run began.
+            ReferenceChangedError: the service no longer serves the reference that the run started with.
             ServiceError: the service did not respond before the deadline.
-            RankFailedError: another process has raised one of these; all processes must call this method together.
+            RankFailedError: another process raised one of these errors. All processes must call this method together.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
@@ -163,10 +166,10 @@ class RemoteReference(ReferenceDuringTraining):
             raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}")
         if completion_tokens is not None and not 0 < completion_tokens <= width:
             raise UsageError(
-                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all tokens"
+                f"completion_tokens={completion_tokens}: must be 1 to {width} (the width of input_ids), or None for all tokens"
             )
         if not temperature > 0:
-            raise UsageError(f"temperature {temperature}: must be above 0")
+            raise UsageError(f"temperature={temperature}: must be above 0")
         batch = PaddedBatch.of(input_ids, mask, completion_tokens or width, temperature=temperature)
         values = self.collect(batch)
         return torch.from_numpy(values[:, 1:] if completion_tokens is None else values).to(input_ids.device)
@@ -188,19 +191,19 @@ class RemoteReference(ReferenceDuringTraining):
             return
         extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
-            f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, and the "
-            f"policy computes in {dtype} with a head in {head}: their log-probs would differ from the first step on. Have "
-            f'the service offer the model with dtype = "{dtype}"{extra} ([references.NAME] in its settings), '
+            f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, but the "
+            f"policy computes in {dtype} with a head in {head}: their log-probs would differ even at the first step. Set "
+            f'dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
             f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Request a batch's values in a thread, so that the caller can compute meanwhile. The method `collect` returns the
+        """Request a batch's values in a thread, so that the caller can compute in the meantime; `collect` returns the
         values."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:
-        """Return a batch's values, (rows, completion). They are requested now unless `begin` has requested them.
+        """Return a batch's values, (rows, completion), which are requested now unless `begin` has already requested them.
 
         Raises the errors of `per_token_logps`.
         """
@@ -225,7 +228,9 @@ class RemoteReference(ReferenceDuringTraining):
             if now - said >= _WORDS_SECONDS:
                 said = now
                 waited = f"{now - since:.0f} of {self._deadline:.0f} seconds"
-                logger.warning("%s has no log-probs for this batch yet; the step waits, %s so far", self.where.store, waited)
+                logger.warning(
+                    "%s has not returned log-probs for this batch yet; the step has waited for %s", self.where.store, waited
+                )
 
         return say
 
@@ -246,7 +251,7 @@ class RemoteReference(ReferenceDuringTraining):
                 [wanted.prompt_ids for wanted in part],
                 [wanted.completion_ids for wanted in part],
                 temperature=temperature,
-                cache_read=False,  # text that was just generated is not in the store
+                cache_read=False,  # newly generated text is not in the store
                 deadline=max(seconds, 0.001),
                 attention_masks=masks or None,
             )
@@ -265,8 +270,8 @@ class RemoteReference(ReferenceDuringTraining):
                 ) from error
             raise
         if scores.reference_id != self.where.reference_id:
-            other = f"{self.where.store} answered with reference {scores.reference_id}"
-            raise ReferenceChangedError(f"{other}, but this run began with {self.where.reference_id}")
+            other = f"{self.where.store} responded with reference {scores.reference_id}"
+            raise ReferenceChangedError(f"{other}, but this run started with {self.where.reference_id}")
         bad = [wanted.row for wanted, logps in zip(part, scores.token_logps, strict=True) if not np.isfinite(logps).all()]
         if bad:
             raise UnusableLogpsError(f"the reference's log-probs of rows {bad} of this batch are not finite", bad)
@@ -298,7 +303,7 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """Return the service's values; raise an error if the service cannot compute new values of the reference."""
+    """Return the service's values; raise an error if the service cannot compute new values for the reference."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

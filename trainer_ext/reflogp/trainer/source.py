@@ -31,32 +31,33 @@ OnMiss = Literal["error", "score", "compute"]
 
 
 class ReferenceSource:
-    """The location of reference log-probs for trainers.
+    """Where trainers get reference log-probs, and which reference model computed them.
 
     Args:
-        location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file of `reflogp join`
-            (….parquet).
-        model: the reference model: a folder or hub id. Only the digests of its files are needed, which are cached; weights are
-            never loaded. No `model` is needed if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" takes the dtype of
-            `reference_id` if an id is given, else the dtype in which the location has the model. If the location does not have
-            the model, "auto" takes the dtype in which the run computes; if it has the model in several dtypes, the run's dtype
-            must be one of them. CachedDPOTrainer and CachedKTOTrainer find the run's dtype from the policy and its mixed
-            precision; all other users of a source assume bfloat16.
-        reference_id: the reference's id, as `reflogp score` and `reflogp store ls` print it.
-        snapshot: number of a snapshot, or None for the latest when the join begins.
+        location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join`
+            wrote (….parquet).
+        model: the reference model: a folder or hub id. Only digests of the model's files are computed, and they are cached;
+            weights are never loaded. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a
+            file.
+        dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" selects the dtype of
+            `reference_id` if an id is given, and otherwise the dtype in which the location has the model. If the location does
+            not have the model, "auto" selects the dtype in which the run computes. If the location has the model in several
+            dtypes, the run's dtype must be one of them. CachedDPOTrainer and CachedKTOTrainer determine the run's dtype from
+            the policy and its mixed precision; all other code that uses a source assumes bfloat16.
+        reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
+        snapshot: number of a snapshot, or None for the latest snapshot when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
-            command that scores the rows. With "score", the service scores the rows into its store before training begins. With
-            "compute", the trainer's own model computes the values while it still is the reference: before the first step, or
-            with its adapter switched off.
+            command that scores the rows. With "score", the service scores the rows and stores their values before training
+            begins. With "compute", the trainer's own model computes the values while the model still equals the reference:
+            before the first step, or with its adapter off.
         lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
-        reference: a service's name for the reference model, instead of `model` or `reference_id`.
-        token: a service's bearer token, by default $REFLOGP_TOKEN.
-        score_timeout: maximum seconds for on_miss="score". If it is None, there is no limit, but a service that is unreachable
-            for ten minutes is an error.
+        reference: name of the reference model in a service, in place of `model` or `reference_id`.
+        token: bearer token for a service; $REFLOGP_TOKEN by default.
+        score_timeout: maximum number of seconds that on_miss="score" may take. If None, there is no limit, but an error is
+            raised if the service is unreachable for ten minutes.
 
     Raises:
-        UsageError: the arguments name no reference, or contradict each other.
+        UsageError: the arguments do not name a reference, or they contradict each other.
 
     Examples:
         >>> from reflogp.trainer import ReferenceSource
@@ -87,10 +88,12 @@ class ReferenceSource:
             raise UsageError(f"on_miss={on_miss!r}: use error, score or compute")
         if on_miss == "score" and not self.is_service:
             raise UsageError(
-                f"on_miss='score' needs a running service, but {self.location} is no service: give an http:// address"
+                f"on_miss='score' needs a running service, but {self.location} is not a service: pass an http:// address"
             )
         if reference is not None and not self.is_service:
-            raise UsageError("reference= is a name that a service gives to a model; for a store give model= or reference_id=")
+            raise UsageError(
+                "reference= is the name of a model in a service; for a store, pass model= or reference_id= instead"
+            )
         if not self.is_file and model is None and reference_id is None and reference is None:
             raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
         self.model = model
@@ -114,9 +117,9 @@ class ReferenceSource:
         return short_repr("ReferenceSource", ", ".join([*parts, f"{at}{self.location}"]))
 
     def chosen_for(self, dtype: str) -> Reference:
-        """Return the reference of a source with dtype="auto", for a run that computes in `dtype`.
+        """Return the reference that a source with dtype="auto" selects for a run that computes in `dtype`.
 
-        Raises UsageError if the location has the model in several dtypes, and `dtype` is not one of these.
+        Raises UsageError if the location has the model in several dtypes but `dtype` is not one of them.
         """
         assert self.model is not None
         possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
@@ -135,7 +138,7 @@ class ReferenceSource:
         return of_run
 
     def of(self, reference: Reference) -> ReferenceSource:
-        """Return a copy of this source with the reference that was chosen for its model."""
+        """Return a copy of this source that uses the given reference, which was chosen for its model."""
         found = copy.copy(self)
         found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found
@@ -144,8 +147,7 @@ class ReferenceSource:
         """Return the values at the latest snapshot, or at a given snapshot.
 
         Args:
-            snapshot: number of a snapshot, or None for the source's `snapshot`, or for the latest if the source has no
-                `snapshot`.
+            snapshot: number of a snapshot, or None for the source's `snapshot` (the latest snapshot if the source has none).
 
         Raises:
             ReferenceNotFoundError: nothing was ever scored with this reference.
@@ -169,30 +171,30 @@ class ReferenceSource:
 
     @property
     def is_store(self) -> bool:
-        """Return True if this is a store (a folder or s3://…), not a service and not a file of `reflogp join`."""
+        """Return True if this source is a store (a folder or s3://…), rather than a service or a file that `reflogp join`
+        wrote."""
         return not self.is_service and not self.is_file
 
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return an error that says that a store has no values of this reference, and names the complete command that scores
-        the data.
+        """Return an error saying that a store has no values for this reference, with the complete command that scores the data.
 
         Args:
             error: the error that the store or `open` raised.
-            data: path of the dataset, for the command.
+            data: path of the dataset, for use in the command.
             settings: the trainer's settings, or None for the defaults.
             dtype: dtype in which the run computes, or None for the source's dtype.
         """
         assert self.described is not None
         command = self.score_command(dtype or self.described.dtype, data, settings)
         words = str(error).partition(". Score the data: ")[0]
-        other = f', and give ReferenceSource dtype="{dtype}", in which the policy computes'
+        other = f', and pass dtype="{dtype}" to ReferenceSource, because the policy computes in this dtype'
         hint = other if dtype not in (None, self.described.dtype) else ""
         return type(error)(f"{words}. Score the data: {command}{hint}")
 
     def score_command(self, dtype: str, data: str = "DATA", settings: TrainerSettings | None = None) -> str:
-        """Return the command that scores data in a dtype."""
+        """Return the command that scores data in the given dtype."""
         if self.described is None:
             return ScoreArguments("MODEL", data, self.location, dtype).command()
         reference = replace(self.described, dtype=dtype)
@@ -201,19 +203,19 @@ class ReferenceSource:
         return command_to_score(str(self.model), reference, data, self.location, settings or TrainerSettings())
 
     def advice_for_dtype(self, dtype: str) -> str:
-        """Return advice on how to get this reference's values in another dtype, as a sentence without a full stop."""
+        """Return advice on how to get this reference's values in the given dtype, as a sentence without a full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"
             return f'Set dtype = "{dtype}" for the reference in the service\'s settings ([references.{name}]) and score again'
         if self.is_file:
             command = ScoreArguments(str(self.model or "MODEL"), "DATA", "STORE", dtype).command()
-            return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"
-        named = f'dtype="{dtype}"' if self.model is not None else "its reference_id"
-        return f"Score in {dtype} (`{self.score_command(dtype)}`) and give ReferenceSource {named}"
+            return f"Score in {dtype} (`{command}`) and run `reflogp join` again with --dtype {dtype}"
+        named = f'dtype="{dtype}"' if self.model is not None else "the new reference_id"
+        return f"Score in {dtype} (`{self.score_command(dtype)}`) and pass {named} to ReferenceSource"
 
 
 def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:
-    """Return the reference of a model. If `dtype` is "auto", it is the dtype of `reference_id`, or bfloat16 without an id."""
+    """Return the reference of a model. If `dtype` is "auto", use the dtype of `reference_id`, or bfloat16 if no id is given."""
     if dtype == AUTO and reference_id is not None:
         possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)

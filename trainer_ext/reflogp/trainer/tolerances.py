@@ -1,4 +1,4 @@
-"""Define measured limits on how far two computations of the same log-probs may differ, by dtype and kind of model."""
+"""Define how far two computations of the same log-probs may differ, as measured for each dtype and type of model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 from reflogp.store.reference import autocast_dtype
 
-#: The allowed difference of a sum over n tokens, in nats, is this value times sqrt(n). Rounding errors of single tokens are
-#: independent, so their sum grows with sqrt(n). Values are (dense, mixture of experts), measured by
-#: tools/gate_trials.py, with a margin above the largest difference seen (docs/trainer.md).
-#: The log-probs of another checkpoint of the same model differ by 0.1 per token or more, with one sign, so the difference of a
-#: sum grows with n.
+#: The allowed difference between two sums over n tokens, in nats, is this value times sqrt(n). Rounding errors of individual
+#: tokens are independent, so their sum grows with sqrt(n). Values are (dense model, mixture of experts), measured by
+#: tools/gate_trials.py, with a margin above the largest observed difference (docs/trainer.md). The log-probs of a different
+#: checkpoint of the same model differ by 0.1 per token or more, always in the same direction, so the difference between sums
+#: grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Return the allowed difference in nats/√tokens if both sides computed in `dtype`; unknown dtypes count as bfloat16.
+    """Return the allowed difference in nats/√tokens if both computations used `dtype`; unknown dtypes are treated as bfloat16.
 
-    Under autocast, the tolerance is that of the dtype of the matrix products, which cause most of the difference.
+    Under autocast, the tolerance is the one for the dtype of the matrix products, which cause most of the difference.
     """
     dense, experts = _allowed(dtype)
     return experts if is_moe else dense
@@ -31,18 +31,18 @@ def coarser(first: str, second: str) -> str:
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """Return the dtype in which a policy computes, under the names that references use.
+    """Return the dtype in which a policy computes, with the dtype names that references use.
 
     Args:
         model: the policy, unwrapped.
-        accelerator: the trainer's Accelerator, which has the settings of bf16=, fp16=, `accelerate launch
-            --mixed_precision` and DeepSpeed, or None to return the dtype of the weights.
+        accelerator: the trainer's Accelerator, which reflects bf16=, fp16=, `accelerate launch --mixed_precision` and
+            DeepSpeed's settings, or None to return the dtype of the weights.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and
-        "bfloat16" for weights that are in bfloat16 when they are used: a bfloat16 policy with or without autocast, DeepSpeed
-        with bf16, or FSDP with its own mixed precision. The names for float16 are analogous. Without mixed precision, the dtype
-        of the weights.
+        "bfloat16" for weights that are bfloat16 when they are used: a bfloat16 policy with or without autocast, DeepSpeed with
+        bf16, or FSDP with its own mixed precision. The names for float16 are analogous. Without mixed precision, the result is
+        the dtype of the weights.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:
@@ -61,16 +61,16 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
 
 def explained(dtype: str) -> str:
-    """Return an explanation to put after a dtype in a message; empty if the dtype needs no explanation."""
+    """Return an explanation to append to a dtype in a message, or an empty string if the dtype needs no explanation."""
     products = autocast_dtype(dtype)
     if products is None:
         return ""
     flag = "fp16=True" if products == "float16" else "bf16=True"
-    return f" (float32 weights under torch.autocast, which {flag} switches on; TRL's configs set bf16=True by default)"
+    return f" (float32 weights under torch.autocast, which {flag} enables; TRL's configs set bf16=True by default)"
 
 
 def how_to_compute_in(dtype: str) -> str:
-    """Return advice on how to make a policy compute in `dtype`, as part of a sentence."""
+    """Return advice on how to make a policy compute in `dtype`, worded as part of a sentence."""
     products = autocast_dtype(dtype)
     if products is not None:
         return f'load the policy with dtype="float32" and set {"fp16" if products == "float16" else "bf16"}=True'
@@ -78,8 +78,8 @@ def how_to_compute_in(dtype: str) -> str:
 
 
 def _deepspeed_computes_in(weights: str, accelerator: Any) -> str:
-    """Return the dtype under DeepSpeed, which casts the weights (bf16, fp16), or runs float32 weights under autocast
-    (torch_autocast)."""
+    """Return the dtype in which a policy computes under DeepSpeed, which either casts the weights (bf16, fp16) or runs float32
+    weights under autocast (torch_autocast)."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     own = config.get("torch_autocast") or {}
     if own.get("enabled") and weights == "float32":
@@ -96,7 +96,7 @@ def _allowed(dtype: str) -> tuple[float, float]:
 
 
 def is_moe(config: Any) -> bool:
-    """Return True if a model is a mixture of experts, by its config."""
+    """Return True if a config describes a mixture-of-experts model."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(text, name, None) or 0) > 1 for name in names)

@@ -1,7 +1,8 @@
 """Train with TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
 
-To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. The paired
-sequences need reference values too. Because TRL pairs when it prepares the dataset, the join reads the prepared rows.
+To estimate its KL term, TRL's KTOTrainer pairs each prompt with the completion of another row; the pairs depend on the batch
+size and the row order. These paired sequences need reference values too. Because TRL creates the pairs when it prepares the
+dataset, reflogp joins values to the prepared rows.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
 
 
 def _kto_trainer() -> Any:
-    """Return the KTOTrainer with the hook, or None.
+    """Return the KTOTrainer class that has the hook, or None if there is none.
 
-    From TRL 1.8 on, the class with the hook is the exported class. In TRL 1.2 to 1.7, it is a parent of the exported class,
-    which adds only a warning that TRL will move the trainer.
+    In TRL 1.8 and newer, the exported class has the hook. In TRL 1.2 to 1.7, a parent of the exported class has the hook; the
+    exported class only adds a warning that TRL will move the trainer.
     """
     return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
 
@@ -84,7 +85,7 @@ class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if _found is None:
             raise ImportError(
-                f"CachedKTOTrainer needs TRL 1.2 or newer, and a KTOTrainer with the hook `{HOOK}`, which TRL {trl_version()} "
-                f"lacks. {TESTED}"
+                f"CachedKTOTrainer needs TRL 1.2 or newer with a KTOTrainer that has the method `{HOOK}`, which TRL "
+                f"{trl_version()} lacks; {TESTED}"
             )
         super().__init__(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Handle differences between versions of TRL, and the copies of its trainers that unsloth generates.
+"""Handle differences between TRL versions, and the copies of TRL's trainers that unsloth generates.
 
-unsloth writes a changed copy of a TRL trainer into a module UnslothDPOTrainer (UnslothKTOTrainer, …). That module has two
-classes: the changed class _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which replaces TRL's class in TRL's modules.
+unsloth writes a modified copy of each TRL trainer to a module such as UnslothDPOTrainer (UnslothKTOTrainer, …). That module has
+two classes: the modified class _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which replaces TRL's class in TRL's
+modules.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from packaging.version import Version
 
 from reflogp.store import UsageError
 
-#: Method that TRL calls with each tokenised dataset; TRL uses the returned dataset, which has reference columns.
+#: Method that TRL calls with each tokenised dataset, and that returns the dataset with reference columns.
 HOOK = "_precompute_ref_logps"
-#: The first version of TRL whose DPOTrainer has the hook. With older versions, columns are added after construction.
+#: The first version of TRL whose DPOTrainer has the hook. With older versions, reference columns are added after the trainer is
+#: constructed.
 _FIRST_WITH_HOOK = Version("0.29.0.dev0")
 _FIRST_WITHOUT_LIGER_LOSS = Version("1.14.0.dev0")
 TESTED = (
-    "reflogp's trainers are tested with TRL 1.2, 1.8, 1.9 and 1.12 to 1.16, DPO also with 0.24 and 1.1: install one of these "
-    '(`pip install "trl==1.16.0"`), or a newer reflogp'
+    "reflogp's trainers are tested with TRL 1.2, 1.8, 1.9 and 1.12 to 1.16 (DPO also with 0.24 and 1.1); install one of these "
+    'versions (`pip install "trl==1.16.0"`), or a newer reflogp'
 )
 
 
@@ -34,7 +36,7 @@ def trl_version() -> str:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Return True if a class is a class of TRL or unsloth's copy of it, and not a subclass that somebody else wrote."""
+    """Return True if a class is defined by TRL, or is unsloth's copy of such a class, rather than a third-party subclass."""
     module = trainer_class.__module__
     return module.startswith("trl.") or _is_of_unsloth(trainer_class)
 
@@ -45,50 +47,52 @@ def _is_of_unsloth(trainer_class: type) -> bool:
 
 
 def trl_modules(trainer_class: type) -> list[ModuleType]:
-    """Return the modules of the classes of TRL, or of unsloth's copies, from which a trainer is derived."""
+    """Return the modules that define a trainer's TRL base classes, or unsloth's copies of them."""
     names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__ if is_of_trl(parent))
     return [sys.modules[name] for name in names]
 
 
 def refuse_late_unsloth(trainer_class: type) -> None:
-    """Raise ImportError if unsloth was imported after the TRL trainer from which a class is derived."""
+    """Raise ImportError if unsloth was imported after a trainer class was derived from TRL's class."""
     for parent in trainer_class.__mro__:
         if parent.__module__.startswith("trl."):
             now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
             if isinstance(now, type) and _is_of_unsloth(now):
                 raise ImportError(
-                    f"unsloth was imported after {trainer_class.__name__}, which is therefore derived from TRL's "
+                    f"unsloth was imported after {trainer_class.__name__}, so this class is derived from TRL's "
                     f"{parent.__name__} without unsloth's changes: put `import unsloth` before all imports of trl and reflogp"
                 )
 
 
 def require_hook(trainer_class: type) -> None:
-    """Raise ImportError if TRL is new enough to have the hook but the trainer lacks it.
+    """Raise ImportError if TRL is new enough to have the hook, but the trainer lacks it.
 
-    Without this check, the trainer would be treated like a trainer of an older TRL, whose columns and losses differ.
+    Without this check, the trainer would be treated like one from an older TRL, whose columns and losses differ.
     """
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
-        raise ImportError(f"{trainer_class.__name__}: the trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
+        raise ImportError(
+            f"{trainer_class.__name__} needs the method `{HOOK}`, which the trainer in TRL {trl_version()} lacks; {TESTED}"
+        )
 
 
 def refuse_liger_loss(args: Any) -> None:
-    """Raise UsageError if TRL would compute the reference inside of Liger's loss, which takes no stored values.
+    """Raise UsageError if TRL would compute the reference inside Liger's loss, which cannot use stored values.
 
-    TRL 1.14 and newer have no Liger loss that computes the reference; use_liger_kernel only replaces layers of the policy.
+    In TRL 1.14 and newer, no Liger loss computes the reference, and use_liger_kernel only replaces layers of the policy.
     """
     name = next((name for name in ("use_liger_kernel", "use_liger_loss") if getattr(args, name, False)), None)
     if name is not None and Version(trl_version()) < _FIRST_WITHOUT_LIGER_LOSS:
         raise UsageError(
-            f"{name}: TRL {trl_version()} computes the reference inside of Liger's loss, which takes no stored values; use TRL "
-            "1.14 or newer, or leave it False"
+            f"{name}=True: TRL {trl_version()} computes the reference inside Liger's loss, which cannot use stored values; use "
+            f"TRL 1.14 or newer, or set {name}=False"
         )
 
 
 def default_config(trainer_class: type, model: Any) -> Any:
-    """Return the config that TRL makes for a trainer without a config, such as DPOConfig("<model>-DPO") for a DPOTrainer.
+    """Return the config that TRL creates for a trainer that is given none, such as DPOConfig("<model>-DPO") for a DPOTrainer.
 
-    Raises UsageError if TRL has no config of that name.
+    Raises UsageError if TRL has no config class for the trainer.
     """
     for parent in trainer_class.__mro__:
         module = sys.modules[parent.__module__]
@@ -100,5 +104,5 @@ def default_config(trainer_class: type, model: Any) -> Any:
 
 
 def with_own_tag(trainer_class: type) -> list[str]:
-    """Return a trainer class's tags for models and model cards, with reflogp's tag added."""
+    """Return a trainer class's tags for models and model cards, plus reflogp's tag."""
     return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

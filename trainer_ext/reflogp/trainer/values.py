@@ -35,15 +35,15 @@ from reflogp.store.commands import ScoreArguments
 from reflogp.store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
 from reflogp.store.windows import TrainerSettings
 
-#: Maximum number of keys per lookup over HTTP; a response has 12 bytes per key.
+#: Maximum number of keys per lookup over HTTP. The response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
-#: Maximum number of sequences whose token values one response carries: 80 MB if each has 2,000 tokens.
+#: Maximum number of sequences whose token values are in one response: 80 MB if each sequence has 2,000 tokens.
 _VALUES_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
 class Where:
-    """The origin of values, with which the same values can be requested again.
+    """Where values came from, in enough detail to request the same values again.
 
     Attributes:
         store: the store's URI, the service's URL, or the file's path.
@@ -64,20 +64,20 @@ class Values(Protocol):
     where: Where
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        """Look up the log-probs that rows need."""
+        """Look up the log-probs that a dataset's rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return the token values of n keys, list<float32>; null for a key without values and for damaged values.
+        """Return the token values for each key, list<float32>; null if a key has no values or its values are damaged.
 
         Raises UsageError if only sums are available.
         """
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
-        """Return the command line that scores `data` into the source of these values; empty if the source is a file of sums."""
+        """Return the command that scores `data` into the source of these values; empty if the source is a file of sums."""
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
-    """Return the `reflogp score` command for some data, with every option that changes the reference's values."""
+    """Return the `reflogp score` command for a dataset, with every option that changes the reference's values."""
     return ScoreArguments(
         model,
         data,
@@ -90,12 +90,12 @@ def command_to_score(model: str, reference: Reference, data: str, store: str, se
 
 
 def needs_remote_code(model: str) -> bool:
-    """Return True if transformers can load a model or its tokenizer only with code from the checkpoint."""
+    """Return True if transformers needs code from the checkpoint to load a model or its tokenizer."""
     try:
         folder = resolve_model(model)
         if not (folder / "config.json").is_file():
             folder = read_checkpoint(folder).folder
-    except ReflogpError:  # the checkpoint is not on this machine, so its files cannot be read
+    except ReflogpError:  # the checkpoint is not on this machine
         return False
     config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
     brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
@@ -112,7 +112,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 class StoreValues:
-    """The values of a store's table."""
+    """The reference log-probs in a store's table."""
 
     def __init__(self, store: str, reference: Reference, snapshot: Snapshot) -> None:
         self.where = Where(store, snapshot.reference_id, reference.dtype, snapshot.number)
@@ -135,7 +135,7 @@ class StoreValues:
 
 
 class ServiceValues:
-    """The values of a running service, which can also score missing rows."""
+    """The reference log-probs in a running service, which can also score missing rows."""
 
     def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
         self.where = Where(url, reference.reference_id, reference.dtype, snapshot)
@@ -145,8 +145,8 @@ class ServiceValues:
 
     @property
     def client(self) -> Client:
-        """Return this process' client. A data loader's worker is a forked process, which cannot use its parent's
-        connections."""
+        """Return this process's client. A data loader's worker needs its own client, because a forked process cannot use its
+        parent's connections."""
         if os.getpid() not in self._clients:
             self._clients = {os.getpid(): Client(self.where.store, self._token)}
         return self._clients[os.getpid()]
@@ -173,7 +173,7 @@ class ServiceValues:
 
     @staticmethod
     def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
-        """Return the candidates that a service serves; if `name` is given, only a candidate with this name or id."""
+        """Return the candidates that a service serves. If `name` is given, return only the candidate with this name or id."""
         with Client(url.rstrip("/"), token) as client:
             served = {known.reference_id for known in client.references() if name in (None, known.name, known.reference_id)}
         return [reference for reference in candidates if reference.reference_id in served]
@@ -211,17 +211,17 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenised rows in a job, and return the values of the snapshot after that job.
+        """Have the service score tokenised rows in a job, and return the values at the snapshot after the job.
 
         Args:
-            rows: prompt_ids and completion columns of token ids.
-            on_change: function that is called with the job whenever the job changes.
+            rows: token ids, in prompt_ids and the completion columns.
+            on_change: function that is called with the job whenever its state changes.
             timeout: maximum seconds to wait for the job, or None for no limit.
 
         Raises:
-            DeadlineExceededError: the job did not end in time; it continues in the service.
+            DeadlineExceededError: the job did not end in time; the service continues the job.
             JobFailedError: the job failed or was cancelled.
-            ServiceUnreachableError: the service was unreachable for longer than its client waits.
+            ServiceUnreachableError: the service was unreachable for longer than the client waits.
         """
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             file = Path(folder) / "missing.parquet"
@@ -239,7 +239,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for keys. Token values are requested only for keys that need the sum of a prefix."""
+    """The sums that a service found for the given keys. Token values are requested only for keys that need the sum of a
+    prefix."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -261,7 +262,8 @@ class _FoundByService:
 
 
 class FileValues:
-    """The sums of a Parquet file of `reflogp join` or of a job's result. They are valid only for the settings of that join."""
+    """The sums in a Parquet file from `reflogp join` or in a job's result. The sums are valid only for the settings of that
+    join or job."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -281,7 +283,7 @@ class FileValues:
         except (KeyError, ValueError, TypeError, OSError) as error:
             raise UsageError(f"{location} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
         if reference_id not in (None, values.where.reference_id):
-            raise UsageError(f"{location} holds values of reference {values.where.reference_id}, not {reference_id}")
+            raise UsageError(f"{location} contains values of reference {values.where.reference_id}, not {reference_id}")
         if snapshot not in (None, values.where.snapshot):
             raise UsageError(f"{location} was joined at snapshot {values.where.snapshot}, not {snapshot}")
         return values
@@ -290,12 +292,12 @@ class FileValues:
         check_ld_alpha(asked.columns, settings.ld_alpha)
         if settings != self._settings:
             raise UsageError(
-                f"{self.where.store} was joined under {self._settings}, but this run has {settings}: join it again"
+                f"{self.where.store} was joined with {self._settings}, but this run has {settings}: create the file again"
             )
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
             raise UsageError(
-                f"{self.where.store} has no column {', '.join(missing_columns)}: it was joined for another kind of rows"
+                f"{self.where.store} has no column {', '.join(missing_columns)}: the file was joined for rows of another type"
             )
         sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
         there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])
@@ -304,7 +306,9 @@ class FileValues:
         return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        raise UsageError(f"{self.where.store} holds sums, but the values of single tokens are needed: give the store")
+        raise UsageError(
+            f"{self.where.store} contains only sums, but the values of individual tokens are needed: use a store as the source"
+        )
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         return ""
@@ -313,7 +317,8 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each row's sums by both keys of its pair, because with ld_alpha a sum depends on the other completion too."""
+        """Look up each row's sums by both keys of its pair, because with ld_alpha a sum also depends on the other
+        completion."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -321,7 +326,7 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Find each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
+        """Look up each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())
@@ -330,7 +335,7 @@ class FileValues:
 
 
 def _with_values(rows: pa.Table) -> pa.Array:
-    """Return a mask of the rows that have values; in a job's result, rows that could not be scored are null."""
+    """Return a mask of the rows that have values. In a job's result, rows that could not be scored are null."""
     masks = [pc.is_valid(rows[name]) for name in rows.column_names]
     return functools.reduce(pc.and_, masks) if masks else pa.array([], pa.bool_())
 
@@ -344,14 +349,14 @@ def _keys(table: pa.Table, name: str) -> pa.FixedSizeBinaryArray:
 
 
 def _joined(keys: list[pa.Array]) -> pa.Array:
-    """Concatenate the keys of each row, binary(16 * columns)."""
+    """Concatenate the keys of each row into one key, binary(16 * columns)."""
     parts = [np.frombuffer(part.buffers()[1], np.uint8)[part.offset * 16 :][: len(part) * 16].reshape(-1, 16) for part in keys]
     whole = np.ascontiguousarray(np.concatenate(parts, axis=1))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16 * len(keys)), len(whole), [None, pa.py_buffer(whole)])
 
 
 def _places(wanted: pa.Array, stored: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the position of each wanted key in `stored`, or -1 for a missing key."""
+    """Return the index of each wanted key in `stored`, or -1 for a missing key."""
     places = pc.index_in(wanted, value_set=stored)
     return np.asarray(places.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
 

@@ -1,12 +1,12 @@
-"""Train on pairs with images, and refuse every other dataset that holds more than text.
+"""Train on pairs with images, and reject all other datasets that contain more than text.
 
-Stored log-probs depend on token ids alone. So a dataset is checked before a trainer prepares it, and no row is trained with the
-values of another input.
+Stored log-probs are looked up by token ids alone. Datasets are therefore checked before a trainer prepares them, so that no row
+is trained with the values of a different input.
 
-TRL tokenises pairs with images in its collator, batch by batch (DataCollatorForVisionPreference). The same collator makes the
-tokens from which a row's keys are computed, without processing pixels, because it gets blank images of the same sizes. Then
-image ids replace the image tokens (reflogp.store.images). The collator would drop the reference columns, so they are added to
-its output.
+TRL tokenises pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
+tokens from which a row's keys are computed. For this purpose, the collator gets blank images of the same sizes, so that no
+pixels have to be processed, and image ids then replace the image tokens (reflogp.store.images). Because the collator drops the
+reference columns, the columns are added to its output.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from reflogp.trainer.trl_versions import trl_modules, trl_version
 _BATCH_ROWS = 1000
 _FIRST_TRL = Version("1.9.0")
 _COLLATOR = "DataCollatorForVisionPreference"
-#: Packages whose versions the tokens depend on.
+#: Packages whose versions may change the tokens.
 _MAKERS = ("reflogp", "trl", "transformers", "tokenizers", "datasets", "pillow")
 _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_COLUMNS)})
 
 
 def has_images(dataset: Any) -> bool:
-    """Return True if TRL reads a dataset's rows as pairs with images, by the names of its columns."""
+    """Return True if a dataset has columns whose names make TRL read its rows as pairs with images."""
     names = getattr(dataset, "column_names", None) or ()
     if isinstance(dataset, IterableDataset) and not names:
         names = list(next(iter(dataset), {}))
@@ -58,7 +58,7 @@ def has_images(dataset: Any) -> bool:
 
 
 def may_take_images(model: Any, processing_class: Any) -> bool:
-    """Return False if a run's processor or model, as they are given to the trainer, take text only."""
+    """Return False if the processor or model that was passed to the trainer accepts only text."""
     if processing_class is not None:
         return getattr(processing_class, "image_processor", None) is not None
     config = getattr(model, "config", None)
@@ -66,38 +66,39 @@ def may_take_images(model: Any, processing_class: Any) -> bool:
 
 
 def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
-    """Raise an error if a trainer, a kind of dataset or a source does not support images.
+    """Raise an error if a trainer, a dataset or a source does not support images.
 
     Raises:
-        ImportError: pairs with images are not supported for this version of TRL.
+        ImportError: the installed version of TRL does not support pairs with images.
         UsageError: the trainer, a dataset or the source does not support images.
     """
     name = trainer_class.__name__
     if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
-        raise UsageError(f"{name} takes no images: stored values of pairs with images are for DPO. Use TRL's own trainer")
+        raise UsageError(
+            f"{name} does not support images: stored values for pairs with images work only with DPO. Use TRL's own trainer"
+        )
     if Version(trl_version()) < _FIRST_TRL:
-        raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, and {trl_version()} is installed")
+        raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, but {trl_version()} is installed")
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UsageError(
-            f"{name} takes pairs with images as a Dataset, not as a stream, because their keys are computed before training"
+            f"{name} needs pairs with images as a Dataset, not as a stream, because their keys are computed before training"
         )
     if source.on_miss != "error":
         raise UsageError(
-            f"on_miss={source.on_miss!r} is for rows of text; score pairs with images beforehand, with `reflogp score`"
+            f"on_miss={source.on_miss!r} supports only text; score pairs with images with `reflogp score` before training"
         )
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError, which names the first such row, if a dataset holds more than text and token ids.
+    """Raise UsageError if a dataset contains more than text and token ids; the error names the first such row.
 
     Args:
-        dataset: a Dataset, all of whose rows are checked if columns may hold media, or a stream, whose first row is checked if
-            `raw`. Any other object is accepted.
-        name: the dataset's name in messages: train, eval, …
-        raw: whether TRL has yet to prepare the dataset; if so, columns with names for images are refused even if they hold no
-            images.
-        images: whether the trainer takes pairs with images; if so, only media other than images are refused, by the names of
-            columns.
+        dataset: a Dataset or a stream. In a Dataset, all rows are checked if any column may contain media. In a stream, the
+            first row is checked if `raw` is True. Any other object is accepted.
+        name: the dataset's name in error messages (train, eval, …).
+        raw: whether TRL has yet to prepare the dataset. If True, columns with the names of image columns are rejected even if
+            they contain no images.
+        images: whether the trainer accepts pairs with images. If True, only columns with the names of other media are rejected.
     """
     if images:
         _refuse_other_media(dataset, name)
@@ -119,27 +120,27 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
     unused = [column for column in columns if column in IMAGE_COLUMNS]
     if raw and unused:
         raise UsageError(
-            f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; the rows hold no "
-            f"images, so remove the column: dataset.remove_columns({unused})"
+            f"the {name} dataset has a column {unused[0]}, so TRL would prepare its rows as pairs with images, but the rows "
+            f"contain no images; remove the column: dataset.remove_columns({unused})"
         )
 
 
 def _refuse_other_media(dataset: Any, name: str) -> None:
-    """Raise UsageError if a dataset with images has columns of other media, which TRL would silently leave out."""
+    """Raise UsageError if a dataset with images has columns of other media, which TRL would silently ignore."""
     for column in getattr(dataset, "column_names", None) or ():
         if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
             raise UsageError(
                 f"the {name} dataset has a column {column}, which TRL does not read: only text and images are scored and "
-                f"trained on. Remove it: dataset.remove_columns({[column]})"
+                f"trained on. Remove the column: dataset.remove_columns({[column]})"
             )
 
 
 def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
-    """Raise UsageError if a row holds more than text and token ids."""
+    """Raise UsageError if a row contains more than text and token ids."""
     media = media_of(row)
     if media is not None:
         raise UsageError(
-            f"row {number} of the {name} dataset holds more than text ({media}): stored reference log-probs are of text alone. "
+            f"row {number} of the {name} dataset contains more than text ({media}), but stored log-probs are for text only. "
             "Use TRL's own trainer for rows with media"
         )
 
@@ -151,7 +152,7 @@ def _may_hold_media(column: str, dataset: Dataset) -> bool:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Return True if a column can hold only text, or messages whose content is text."""
+    """Return True if a column's type allows only text, or messages whose content is text."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         message = kind.value_type
         if not pa.types.is_struct(message) or message.get_field_index("content") < 0:
@@ -161,27 +162,27 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
-    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids.
+    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids for image tokens.
 
-    One process of each node computes the token ids, with `dataset_num_proc` processes.
+    One process on each node computes the token ids, using `dataset_num_proc` worker processes.
 
     Args:
-        dataset: rows in the form that TRL's collator takes.
+        dataset: rows in the form that TRL's collator accepts.
         trainer: a constructed trainer.
-        name: the dataset's name, for errors and the progress bar.
+        name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError, with the row's number, if TRL's collator refuses a row, or `max_length` cuts a row's images.
+    Raises UsageError, with the row's number, if TRL's collator rejects a row or `max_length` truncates a row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, but the tokens "
-            "of TRL's collator identify the rows: leave data_collator out"
+            "rows with images are identified by the tokens from TRL's collator, but this run uses the data collator "
+            f"{type(collator).__name__}: omit data_collator"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
-        raise UsageError(f"the config of {type(trainer.model).__name__} names no image token (image_token_id)")
+        raise UsageError(f"the config of {type(trainer.model).__name__} does not name an image token (image_token_id)")
 
     def work() -> Any:
         if Rank.here().local_rank:
@@ -203,12 +204,12 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
 
 
 class RowTokens:
-    """A function that makes the token ids of one row, for `datasets.map`.
+    """A function for `datasets.map` that computes the token ids of one row.
 
     Args:
-        collator: the run's collator, from TRL.
-        token: the model's image token.
-        name: the dataset's name, for errors.
+        collator: the run's collator, which is TRL's.
+        token: id of the model's image token.
+        name: the dataset's name, for error messages.
     """
 
     def __init__(self, collator: Any, token: int, name: str) -> None:
@@ -216,23 +217,23 @@ class RowTokens:
         self._collator = copy.copy(collator)
         self._collator.processor, self._collator.max_length = self._tokens.processor, None
         self._name = name
-        # `datasets` names its cache by the content of this object, so the object holds every version that may change the
-        # tokens.
+        # `datasets` names its cache files by the content of this object, so the object includes every package version that may
+        # change the tokens.
         self._versions = [importlib.metadata.version(package) for package in _MAKERS]
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:
             if "image" not in row and "images" not in row:
-                raise UsageError("there is no column images; add it, with an empty list for rows without an image")
+                raise UsageError("the column images is missing; add it, with an empty list for rows without images")
             column = "image" if "image" in row else "images"
             if row[column] is None:
                 raise UsageError(
-                    f"{column} is null, which TRL does not read; use a column images, and an empty list if a row has none"
+                    f"{column} is null, which TRL cannot read; use a column images, with an empty list for rows without images"
                 )
             images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:
                 raise UsageError(
-                    f"an image is a {type(strange[0]).__name__} and not decoded; cast the column, as by "
+                    f"an image is a {type(strange[0]).__name__}, which is not decoded; cast the column, for example with "
                     'dataset.cast_column("images", List(Image()))'
                 )
             seen = [(pixel_digest(image), kind_of_image(image)) for image in images]
@@ -247,7 +248,7 @@ class RowTokens:
 
 
 class CollatorWithReference:
-    """A collator that adds the reference columns of the rows, float32 (rows,), to the batches of TRL's collator.
+    """A collator that adds the rows' reference columns, float32 (rows,), to the batches from TRL's collator.
 
     Attributes:
         collator: TRL's collator.
@@ -273,7 +274,7 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation cuts image tokens, because the model would then fail during the run."""
+    """Raise UsageError if the collator's truncation removes image tokens, because the model would then fail during training."""
     if max_length is None:
         return
     prompts = rows.with_format("arrow")["prompt_ids"]
@@ -282,6 +283,6 @@ def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> N
         places = np.flatnonzero(prompt.values.to_numpy() >= FIRST_IMAGE_ID)
         if len(places) and places[-1] >= max_length:
             raise UsageError(
-                f"row {number} of {name}: max_length {max_length} cuts the tokens of its images, which end at token "
-                f"{places[-1] + 1}; set a larger max_length, or leave the row out"
+                f"row {number} of {name}: max_length={max_length} truncates the tokens of the row's images, which end at token "
+                f"{places[-1] + 1}; increase max_length or remove the row"
             )

@@ -1,6 +1,7 @@
-"""Watch a training run's reference log-probs with a TrainerCallback.
+"""Check a training run's reference log-probs with a TrainerCallback.
 
-The checks are in the other modules of this package. This module runs the checks, and decides whether a finding stops the run.
+All checks except `columns` are implemented in the other modules of this package. This module runs the checks and decides
+whether a finding stops the run.
 """
 
 from __future__ import annotations
@@ -40,47 +41,47 @@ _SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
-    """A callback that checks a training run's reference log-probs, and whether the run follows its settings.
+    """A callback that checks a training run's reference log-probs and whether the run follows its settings.
 
-    A run is stopped only for faults of its reference values: columns that do not reach the loss, wrong values, or a reference
-    model that still runs. Any other problem is logged as a warning and written to the report, and the run continues.
+    The audit stops a run only if its reference values are at fault: columns do not reach the loss, values are wrong, or a
+    reference model still runs. Any other problem is logged as a warning and written to the report, and the run continues.
 
     - `columns` stops the run if the reference columns do not reach the collated batch of every process, or are not finite.
 
     - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
-      policy makes an additional forward pass without gradients. Additional policy passes with gradients (more than one pass per
-      micro-batch, or two with KTO's KL sequences) are only reported.
+      policy runs an additional forward pass without gradients. Additional policy passes with gradients (more than one pass per
+      micro-batch, or more than two with KTO's KL sequences) are reported but do not stop the run.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
-      log-probs by more than rounding. A policy whose own log-probs are not finite is only reported.
+      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      the run.
 
     - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
-      means over all processes, and policy log-probs that become NaN or infinite, are only reported.
+      means over all processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
-      and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+      reports logs, evaluations and saves that the settings require but that did not happen. Additional logs, evaluations and
+      saves are allowed.
 
-    - `spot_check` stops the run if some random rows, when they are scored again, get other values than the joined ones. The
-      rows are scored by a service, by the policy before it is trained, or by the policy with its adapter off.
+    - `spot_check` scores some random rows again, and stops the run if the results differ from the joined values. The rows are
+      scored by a service, by the policy before training, or by the policy with its adapter off.
 
-    The checks `columns` and `spot_check` do not run for trainers that get their values during training (RemoteRLOOTrainer,
-        adapters of other frameworks).
+    The checks `columns` and `spot_check` do not run for trainers that get their values during training (such as
+    RemoteRLOOTrainer and the trainers for other frameworks).
 
-
-
-    The results are written to `output_dir/reflogp_audit.json`, with the store, reference id, snapshot and coverage of each
-    dataset.
+    The audit writes its results to `output_dir/reflogp_audit.json`, along with the store, reference id, snapshot and coverage
+    of each dataset.
 
     Args:
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
-        checks: names of the checks that run; by default all checks.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If it is None, the tolerance depends on the
-            dtypes and the kind of model, and a reference that was scored in another dtype than the policy's is refused.
+        checks: names of the checks to run; all checks by default.
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If None, the tolerance depends on the dtypes
+            and the type of model, and a reference that was scored in a different dtype than the policy's is rejected.
         spot_rows: number of rows in the spot check.
 
     Attributes:
-        step_zero: result of the step-0 gate, or None before the first step and if the check is off.
-        findings: name of each check with problems -> the problems.
+        step_zero: result of the step-0 gate, or None before the first step or if the check is disabled.
+        findings: the problems that each check found, by check name; checks without problems are not listed.
 
     Examples:
         >>> from reflogp.trainer import ReferenceAudit
@@ -128,23 +129,23 @@ class ReferenceAudit(TrainerCallback):
         return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
-        """Watch a trainer: add this callback to the trainer, and wrap its training step.
+        """Watch a trainer: add this callback to the trainer and wrap the trainer's training step.
 
-        The policy of a TRL trainer is expected to start as the reference model; otherwise set
+        The audit expects a TRL trainer's policy to start as the reference model. If the policy starts elsewhere, set
         `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
-            raise UsageError("an audit watches one trainer; make another audit for another trainer")
+            raise UsageError("this audit already watches a trainer; create a separate ReferenceAudit for each trainer")
         self._trainer = trainer
         if self.checks & {"step_zero", "spot_check"}:
-            # Record the weights before adding this callback, whose on_train_begin needs them. A service's values are compared
-            # with the policy including its adapters.
+            # Record the weights before adding this callback, because its on_train_begin needs them. Values from a service are
+            # compared with the policy including its adapters.
             weights_of(trainer, with_adapters=self._given is not None)
         trainer.add_callback(self)
         step = trainer.training_step
 
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if not self._training:  # the user's own training loop has called the step
+            if not self._training:  # called by the user's own training loop
                 return step(model, inputs, *args, **kwargs)
             self._before_step(model, inputs)
             try:
@@ -167,7 +168,7 @@ class ReferenceAudit(TrainerCallback):
         self._not_run.clear()
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if self._forwards is not None:
-            self._forwards.remove()  # an earlier train() that was interrupted has left hooks
+            self._forwards.remove()  # an earlier, interrupted train() left its hooks behind
         if "forwards" in self.checks:
             self._forwards = ForwardCount(policy, self._reward_models)
             self._forwards.watch_others()
@@ -180,12 +181,12 @@ class ReferenceAudit(TrainerCallback):
             self._at_reference = not self._not_at_reference
         if self._given is not None:
             for check in self.checks & {"columns", "spot_check"}:
-                self._not_run[check] = "values are looked up during training, and no dataset has them as columns"
+                self._not_run[check] = "values are looked up during training, so no dataset has reference columns"
         elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
             else:
-                self._not_run["spot_check"] = "this trainer has no function for reference log-probs"
+                self._not_run["spot_check"] = "this trainer has no method for computing reference log-probs"
         self.write()
 
     def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
@@ -216,13 +217,15 @@ class ReferenceAudit(TrainerCallback):
             self._found("forwards", problems)
             return
         kl_passes = int(any(name.lower().startswith("kl_") for name in inputs))  # TRL computes KTO's KL term without gradients
-        words = f"the policy made {self._forwards.policy} forward passes for one micro-batch; training needs {1 + kl_passes}"
+        words = f"the policy ran {self._forwards.policy} forward passes for one micro-batch; expected {1 + kl_passes}"
         as_a_reference = self._forwards.policy_without_grad > kl_passes
         self._found("forwards", problems + [words] * as_a_reference)
         if self._forwards.policy > 1 + kl_passes and not as_a_reference:
             self._report("forwards", [words])
         if not self._forwards.policy:
-            self._not_run["forwards"] = "the policy's passes cannot be counted: its forward is compiled, or calls no decoder"
+            self._not_run["forwards"] = (
+                "the policy's forward passes cannot be counted: its `forward` is compiled or calls no decoder"
+            )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._schedule is not None:
@@ -241,7 +244,7 @@ class ReferenceAudit(TrainerCallback):
             return
         if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
             self._schedule.came("logging", state.global_step)
-        if "loss" not in logs:  # an evaluation or a callback has logged, perhaps on one process only
+        if "loss" not in logs:  # logged by an evaluation or a callback, perhaps on only one process
             return
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])
@@ -285,8 +288,8 @@ class ReferenceAudit(TrainerCallback):
             for number, (names, is_finite) in enumerate(seen):
                 if not names:
                     problems.append(
-                        f"the collated batch of process {number} has no reference columns: they were pruned, and the reference "
-                        "model would run instead"
+                        f"the collated batch of process {number} has no reference columns: the columns were pruned, so the "
+                        "reference model would run instead"
                     )
                 elif not is_finite:
                     problems.append(f"reference columns of process {number} have values that are not finite")
@@ -295,12 +298,12 @@ class ReferenceAudit(TrainerCallback):
         if not there:
             self._found("columns", ["a collated batch has no reference columns"])
         bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
-        if bad is not None:  # the next log reads the flag: reading it at each step would make the GPU wait
+        if bad is not None:  # read at the next log, because reading the flag at every step would stall the GPU
             self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
 
     @property
     def wants_first_batch(self) -> bool:
-        """Return True if the next batch's values have to be compared with the policy's own log-probs."""
+        """Return True if the next batch's values must be compared with the policy's own log-probs."""
         if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
             return False
         return bool(self._trainer.state.global_step == self._schedule.first_step)
@@ -309,12 +312,12 @@ class ReferenceAudit(TrainerCallback):
         """Run the step-0 gate.
 
         Args:
-            seen: function that returns the `differences` of this process' batch.
+            seen: function that returns the `differences` for this process's batch.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("the step-0 gate", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
-            self._not_run["step_zero"] = "no completion token of the first batches counts in the loss"
+            self._not_run["step_zero"] = "no completion token of the first batches counts towards the loss"
             return
         self._not_run.pop("step_zero", None)
         self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))
@@ -334,7 +337,7 @@ class ReferenceAudit(TrainerCallback):
         if result is not None and found.by == "service" and result.not_finite:
             self._found("spot_check", [f"the service's log-probs of {result.not_finite} sequences are not finite"])
         elif result is not None:
-            self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
+            self._judge(result, f"rows {', '.join(map(str, found.rows))}", "spot_check", found.by)
 
     def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
         places = [record.where for record in self._joined.values()]
@@ -345,18 +348,18 @@ class ReferenceAudit(TrainerCallback):
         advice = source.advice_for_dtype if isinstance(source, ReferenceSource) else None
         return compared(seen, self._tolerance, reference, policy, self._trainer.accelerator, advice)
 
-    def _judge(self, seen: StepZero, what: str, check: Check) -> None:
+    def _judge(self, seen: StepZero, what: str, check: Check, scorer: str = "policy") -> None:
         self.write()
         if seen.not_finite:
             self._report(
                 check,
                 [
-                    f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so they were not "
-                    "compared; the reference's log-probs are finite"
+                    f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so these sequences "
+                    "were not compared; the reference's log-probs are finite"
                 ],
             )
         try:
-            seen.require(what)
+            seen.require(what, scorer)
             if self._tolerance is None:
                 seen.require_one_dtype(check)
         except StepZeroError as error:
@@ -381,14 +384,14 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _reward_models(self) -> list[torch.nn.Module]:
-        """Return the models that may run in a training step: the trainer's reward functions that are torch modules."""
+        """Return the models other than the policy that may run in a training step: reward functions that are torch modules."""
         return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
     def _not_at_reference(self) -> str:
-        """Return the reason why the policy's current log-probs need not equal the reference's; empty if they should be equal.
+        """Return the reason why the policy's current log-probs may differ from the reference's; empty if they should be equal.
 
-        The reason is also recorded for the report, to explain why the step-0 gate did not run.
+        The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start at the reference"
@@ -402,8 +405,8 @@ class ReferenceAudit(TrainerCallback):
     def _logs_reference_means(self) -> bool:
         """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        DPO's rewards are beta times (log-prob minus reference), whatever the loss. KTO's logged rewards are means over only
-        some of the rows.
+        With any single loss, DPO's rewards are beta times (log-prob minus reference log-prob). KTO's logged rewards are means
+        over only some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
@@ -411,19 +414,19 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _weighs_losses(self) -> bool:
-        """Return True if the loss is a list of losses.
+        """Return True if the trainer's loss is a list of losses.
 
-        With several losses, the rewards need not be beta times (log-prob minus reference), because TRL before 0.29 adds up the
-        rewards of all losses, and some losses define their rewards differently.
+        With several losses, the rewards may not be beta times (log-prob minus reference log-prob), because TRL before 0.29 adds
+        up the rewards of all losses, and some losses define their rewards differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
     # Stop the run or warn because of findings, and write the report.
 
     def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
-        """Stop the run because reference values are wrong, missing or computed again.
+        """Stop the run because reference values are wrong, missing or recomputed.
 
-        If on_finding is "warn", only report the problems.
+        If on_finding is "warn", report the problems instead.
         """
         if not problems or check not in self.checks:
             return
@@ -447,7 +450,7 @@ class ReferenceAudit(TrainerCallback):
             logger.warning(_words(check, problems))
 
     def write(self) -> None:
-        """Write the report in its current state, from the first process only."""
+        """Write the report in its current state, on the first process only."""
         trainer = self._trainer
         if trainer is None or not trainer.accelerator.is_main_process:
             return
@@ -455,7 +458,7 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. A resumed run keeps the step-0 result of its first start."""
+        """Return the report. A resumed run keeps the step-0 result from its first start."""
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {
@@ -485,13 +488,13 @@ class ReferenceAudit(TrainerCallback):
 
 
 def _words(check: str, problems: list[str]) -> str:
-    return f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
+    return f"reference audit, check `{check}`: {'; '.join(problems)}"
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
     """Attach an audit to a trainer and return it; attach nothing if `audit` is False.
 
-    If `audit` is None or True, a `ReferenceAudit` with defaults is made."""
+    If `audit` is None or True, a `ReferenceAudit` is created with default settings."""
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):

@@ -1,6 +1,6 @@
-"""Count forward passes in training steps: the policy's, and those of any other language model.
+"""Count the forward passes in training steps, for the policy and for any other language model.
 
-Hooks are registered on models, not on all modules, so that they do not slow a step down or change compiled graphs.
+Hooks are registered only on models, not on all modules, so that they neither slow down a step nor change compiled graphs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 
 
 class ForwardCount:
-    """The number of forward passes since `begin`.
+    """Counts of forward passes since the last call to `begin`.
 
     Args:
-        policy: the model that is trained.
+        policy: the model being trained.
         others: models that are allowed to run besides the policy.
 
     Attributes:
-        policy: number of passes of the policy's decoder.
-        policy_without_grad: number of those passes without gradients, as a reference's pass would be.
-        others: name of each other language model in this process that ran -> number of its passes.
+        policy: number of forward passes of the policy's decoder.
+        policy_without_grad: number of the policy's passes that ran without gradients, as a reference model's would.
+        others: number of passes of each other language model that ran in this process, by model name.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
@@ -37,13 +37,13 @@ class ForwardCount:
         self._on = False
 
     def watch_others(self) -> list[str]:
-        """Watch the other language models that exist in this process; return their names."""
+        """Watch all other language models that exist in this process, and return their names."""
         found = []
         for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
             if id(model) in self._own:
                 continue
             parameters = sum(parameter.numel() for parameter in model.parameters())
-            name = f"{type(model).__name__} of {parameters:,} parameters"
+            name = f"{type(model).__name__} with {parameters:,} parameters"
             found.append(name)
             if id(model) not in self._watched:
                 self._watched.add(id(model))
@@ -59,7 +59,7 @@ class ForwardCount:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no passes within the block."""
+        """Do not count forward passes within the block."""
         was_on, self._on = self._on, False
         try:
             yield
@@ -86,6 +86,7 @@ class ForwardCount:
 def _is_language_model(entry: Any) -> bool:
     """Return True if an object is a language model.
 
-    This calls issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy object.
+    This function uses issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy
+    object.
     """
     return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())

@@ -1,8 +1,8 @@
 """Check TRL's logged metrics, and read and write reflogp_audit.json.
 
-The file says what a run trained on and what its audit found.
+reflogp_audit.json records what a run was trained on and what its audit found.
 
-Logged metrics must be means over all processes and agree with the joined columns.
+Logged metrics are expected to be means over all processes and to agree with the joined columns.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import torch
 from reflogp.store.files import write_atomically
 from reflogp.trainer.ranks import gather
 
-#: Metrics that may differ between processes: times, rates, memory and operation counts, also as ms-swift names them.
+#: Metrics that may differ between processes: times, rates, memory and operation counts, including ms-swift's names for them.
 _OWN = ("runtime", "per_second", "memory", "flos", "step_time", "train_speed")
 _ROUNDING = 1e-4
 
 
 @dataclass
 class Disagreements:
-    """The problems of one log of training metrics.
+    """The problems found in one log of training metrics.
 
     Attributes:
-        reference: problems that show that the loss did not read the joined columns.
-        reported: metrics that are not means over all processes, and a policy whose log-probs are not finite.
+        reference: problems indicating that the loss did not read the joined columns.
+        reported: problems that do not stop the run: metrics that are not means over all processes, and policy log-probs that
+            are not finite.
     """
 
     reference: list[str] = field(default_factory=list)
@@ -39,11 +40,11 @@ class Disagreements:
 
 
 class GlobalMeans:
-    """The means of the joined columns since the last log, to compare with that log.
+    """The means of the joined columns since the previous log, to compare with the next log.
 
     Attributes:
         compared: number of logs whose metrics were compared.
-        worst: largest relative difference between one process' metric and the mean over all processes.
+        worst: largest relative difference between a metric on one process and its mean over all processes.
     """
 
     def __init__(self) -> None:
@@ -52,19 +53,19 @@ class GlobalMeans:
         self._references: list[torch.Tensor] = []
 
     def saw(self, batch: dict[str, Any]) -> None:
-        """Record one micro-batch's means of ref_chosen_logps and ref_rejected_logps."""
+        """Record the means of ref_chosen_logps and ref_rejected_logps in one micro-batch."""
         columns = [batch.get("ref_chosen_logps"), batch.get("ref_rejected_logps")]
         means = [column.double().mean() for column in columns if isinstance(column, torch.Tensor)]
         if len(means) == len(columns):
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means, because TRL's trainers empty their metrics with each log, even with a log that a callback
+        """Discard the recorded means, because TRL's trainers clear their metrics at each log, even at a log that a callback
         requests."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """Return the problems of a log of training metrics; all processes have to call this method together."""
+        """Return the problems in a log of training metrics; all processes must call this method together."""
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
         found = Disagreements()
@@ -74,9 +75,10 @@ class GlobalMeans:
             self.worst = max(self.worst, off)
             if off > _ROUNDING:
                 found.reported.append(
-                    f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} on average over all processes"
+                    f"{name} is {value:.6g} on this process but {sum(values) / len(values):.6g} on average over all processes"
                 )
-        # Check means over all processes, even if the log has other values: then all processes find the same problems.
+        # Check the means over all processes, even if this process logged other values, so that all processes find the same
+        # problems.
         on_all_ranks = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
         self._check_references(on_all_ranks, beta, found)
         self.compared += 1
@@ -85,7 +87,7 @@ class GlobalMeans:
     def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
         """Compare the mean reference log-prob that the log implies with the joined columns' mean over all processes.
 
-        The mean that the log implies is log-prob minus reward / beta.
+        The mean implied by the log is the log-prob minus reward / beta.
         """
         count = len(self._references)
         seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
@@ -119,22 +121,22 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def apart(left: float, right: float) -> float:
-    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one of them is NaN."""
+    """Return the relative difference between two metrics: 0 if both are NaN, infinite if only one of them is NaN."""
     if math.isnan(left) and math.isnan(right):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))
     return math.inf if math.isnan(off) else off
 
 
-#: Name of the report in the run's output folder.
+#: File name of the audit report in the run's output folder.
 AUDIT_FILE = "reflogp_audit.json"
-#: Verdict of a run that has not ended, or that something other than the audit stopped.
+#: Verdict on a run that has not ended, or that was stopped by something other than the audit.
 UNFINISHED = "unfinished"
 _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "accelerate", "torch")
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
-    """Write the report; a reader sees either the complete old report or the complete new report."""
+    """Write the report atomically: a reader sees either the complete old report or the complete new report."""
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
     with write_atomically(file) as partial:
@@ -143,26 +145,27 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
 
 
 def begin_report(output_dir: str, process: int) -> None:
-    """Write the verdict "unfinished" for a new run, so that an earlier run's verdict in the same folder is not mistaken for its
-    own.
+    """Write the verdict "unfinished" when a run begins, so that an earlier run's verdict in the same folder is not mistaken for
+    the new run's.
 
     Args:
         output_dir: the run's output folder.
-        process: this process' number; only the first writes.
+        process: rank of this process; only process 0 writes the report.
     """
     if process == 0:
         write_report(output_dir, {"verdict": UNFINISHED, "step_zero": read_report(output_dir).get("step_zero")})
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
-    """Return "failed" for a stopped run, "warned" if there are findings, "passed" for an ended run, else "unfinished"."""
+    """Return "failed" if the audit stopped the run, "warned" if there are other findings, "passed" if a run without findings
+    has ended, or "unfinished"."""
     if stopped:
         return "failed"
     return "warned" if findings else "passed" if finished else UNFINISHED
 
 
 def read_report(output_dir: str) -> dict[str, Any]:
-    """Return an earlier report of the same run; empty if there is none."""
+    """Return the report that is in the run's output folder, or an empty dict if there is none."""
     try:
         found = json.loads((Path(output_dir) / AUDIT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

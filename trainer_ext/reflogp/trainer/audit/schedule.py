@@ -1,4 +1,4 @@
-"""Find the steps, logs, evaluations and saves that a trainer's settings ask for but that did not happen.
+"""Find training steps that do not match a trainer's settings, and required logs, evaluations and saves that did not happen.
 
 Such problems do not make reference values wrong, so the audit only reports them and never stops a run because of them.
 """
@@ -14,18 +14,18 @@ _EVENTS = ("logging", "eval", "save")
 
 @dataclass
 class Schedule:
-    """The events of a run, to compare with the trainer's settings.
+    """The events of a training run, to compare with the trainer's settings.
 
     Attributes:
         args: the trainer's settings.
-        max_steps: the run's total number of steps; an interval below 1 is a fraction of it.
+        max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
         first_step: global step at which the run was started or resumed.
-        every: event -> interval in steps, if it is known to differ from the settings: a resumed run of transformers keeps its
-            checkpoint's intervals.
+        every: interval in steps, by event, if known. The interval can differ from the settings, because transformers resumes a
+            run with the intervals in its checkpoint.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
-        happened: event ("logging", "eval", "save") -> the global steps at which it happened.
+        happened: global steps at which each event happened, by event ("logging", "eval", "save").
     """
 
     args: Any
@@ -51,16 +51,16 @@ class Schedule:
         self._stepped += 1
 
     def step_ended(self, global_step: int) -> list[str]:
-        """Record that step `global_step` has ended, and return its problems."""
+        """Record that step `global_step` has ended, and return the step's problems."""
         problems = []
         if global_step != self.global_step + 1:
             problems.append(f"global_step went from {self.global_step} to {global_step} in one step")
         if self._stepped != 1:
-            problems.append(f"the optimizer made {self._stepped} steps while global_step went to {global_step}")
+            problems.append(f"the optimizer took {self._stepped} steps, not 1, to reach global_step {global_step}")
         accumulation = self.args.gradient_accumulation_steps
         if self._since_step > accumulation:
             problems.append(
-                f"{self._since_step} micro-batches went into step {global_step}, and gradient_accumulation_steps is "
+                f"{self._since_step} micro-batches went into step {global_step}, but gradient_accumulation_steps is "
                 f"{accumulation}"
             )
         self.global_step, self._since_step, self._stepped = global_step, 0, 0
@@ -69,13 +69,13 @@ class Schedule:
     def came(self, event: str, step: int) -> None:
         """Record an event at `step`.
 
-        Events that no setting asks for are fine: callbacks may log, evaluate and save at any time.
+        Events that no setting requires are allowed, because callbacks may log, evaluate and save at any time.
         """
         if step not in self.happened[event]:
             self.happened[event].append(step)
 
     def missed(self) -> list[str]:
-        """Return the problems of events that should have happened by now and did not."""
+        """Return a problem for each type of event that should have happened by now but did not."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}

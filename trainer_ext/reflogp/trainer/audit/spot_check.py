@@ -1,7 +1,7 @@
-"""Score some random rows again and compare them with their stored values.
+"""Score some random rows again, and compare the results with the stored values.
 
-The rows are scored by a service that has the model, by the policy with its adapter off, or by the policy before it is trained.
-The step-0 gate sees only the first batch; this check sees rows from the whole dataset.
+The rows are scored by a service that has the model, by the policy with its adapter off, or by the policy before training. The
+step-0 gate checks only the first batch; the spot check covers rows from the whole dataset.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class SpotCheck:
     """The result of a spot check.
 
     Attributes:
-        by: "service", "policy", or the reason why the rows could not be scored again.
+        by: what scored the rows ("service" or "policy"), or the reason why they could not be scored again.
         rows: numbers of the checked rows in the training dataset.
-        seen: the result of `step_zero.differences` for each part that this process scored.
+        seen: the result of `step_zero.differences` for each group of sequences that this process scored.
     """
 
     by: str
@@ -41,13 +41,13 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
 
     Args:
         trainer: a cached trainer.
-        model: the model that `training_step` gets.
+        model: the model that is passed to `training_step`.
         rows: maximum number of rows.
-        seed: seed of the random choice.
+        seed: seed for choosing the rows.
     """
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
-        return SpotCheck("not checked: rows of a stream cannot be chosen at random", [], [])
+        return SpotCheck("not checked: rows cannot be chosen at random from a stream", [], [])
     chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(rows, len(dataset))))
     source = getattr(trainer, "reference", None)
     if source is not None and source.is_service:
@@ -71,7 +71,7 @@ def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the policy's sums, the joined sums, completion tokens) of a collated batch, each (n,)."""
+    """Return (the policy's sums, the joined sums, numbers of completion tokens) for a collated batch, each (n,)."""
     found = reference_logps(trainer, model, batch)
     names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
     policy = torch.cat(list(found.values()))

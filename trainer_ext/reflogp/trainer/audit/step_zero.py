@@ -1,6 +1,6 @@
 """Compare two computations of the same log-probs, for the step-0 gate and for spot checks.
 
-Before the first step, a policy that starts at the reference must give the joined log-probs.
+Before the first step, a policy that starts at the reference must reproduce the joined log-probs.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
 _CAUSES = (
-    "Likely causes: other weights than the policy starts from (if intended, pass policy_starts_at_reference=False, or give the "
-    "option policy_starts_elsewhere of a framework's command or config);{dtype} "
-    "another chat template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does "
-    "not make; a store whose values are not what was scored (`reflogp store verify`)"
+    "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
+    "policy_starts_at_reference=False, or set the option policy_starts_elsewhere in a framework's command or config);{dtype} "
+    "the chat template or tokenizer differs, but its tokens happen to have the same ids; the values were truncated in a way "
+    "that the policy's collator does not truncate; the stored values are not what was scored (run `reflogp store verify`)"
 )
-_OTHER_DTYPE = " values scored in another dtype (the store says {reference}, the policy computes in {policy});"
-_UNTRUE_DTYPE = " values scored in another dtype than the {reference} that the store names;"
+_OTHER_DTYPE = " the values were scored in another dtype (the store says {reference}, the policy computes in {policy});"
+_UNTRUE_DTYPE = " the values were scored in a dtype other than {reference}, which the store names;"
 
 
 @dataclass(frozen=True)
 class StepZero:
-    """The result of a comparison.
+    """The result of comparing a policy's log-probs with the joined reference log-probs.
 
     Attributes:
         sequences: number of sequences compared, over all processes.
         max_difference: largest |policy - reference| of a sum, in nats.
         max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
-        mean_difference: mean of policy - reference. Rounding errors have a mean near 0; another model's differences do not.
+        mean_difference: mean of policy - reference. Rounding errors have a mean near 0; differences from another model do not.
         tolerance: the allowed difference, in nats/√tokens.
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
-        not_finite: number of sequences left out because the policy's own log-probs, unlike the reference's, are NaN or
-            infinite.
+        not_finite: number of sequences that were not compared, because the policy's own log-probs, unlike the reference's, are
+            NaN or infinite.
     """
 
     sequences: int
@@ -69,25 +69,32 @@ class StepZero:
     def passed(self) -> bool:
         return self.max_per_root_token <= self.tolerance
 
-    def require(self, what: str) -> None:
-        """Raise StepZeroError if a difference exceeds the tolerance, or is not a number."""
+    def require(self, what: str, scorer: str = "policy") -> None:
+        """Raise StepZeroError if a difference exceeds the tolerance or is NaN.
+
+        Args:
+            what: description of the sequences, for the error message.
+            scorer: what computed the log-probs that were compared: "policy" or "service".
+        """
         if not self.passed:
             same = self.reference_dtype == self.policy_dtype
             dtypes = (_UNTRUE_DTYPE if same else _OTHER_DTYPE).format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
-                f"the policy's log-probs of {what} differ from the joined reference's by up to {self.max_difference:.4g} nats "
+                f"the {scorer}'s log-probs of {what} differ from the joined reference log-probs by up to "
+                f"{self.max_difference:.4g} nats "
                 f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
                 "average). " + _CAUSES.format(dtype=dtypes),
                 "step_zero",
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError, naming `check`, if the reference was scored in another dtype than the policy computes in."""
+        """Raise StepZeroError, with the name of the check, if the reference was scored in a different dtype than the
+        policy's."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
-                f"the reference was scored in {self.reference_dtype} and the policy computes in {wanted}{explained(wanted)}: "
-                f"at step 0 they differ by up to {self.max_difference:.4g} nats, before any training. "
+                f"the reference was scored in {self.reference_dtype}, but the policy computes in {wanted}{explained(wanted)}: "
+                f"at step 0, before any training, their log-probs differ by up to {self.max_difference:.4g} nats. "
                 f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
                 check,
             )
@@ -96,7 +103,7 @@ class StepZero:
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
     """Return [sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences, not finite].
 
-    Sequences for which only the policy's sum is not finite are counted as not finite and otherwise left out.
+    Sequences for which only the policy's sum is not finite are counted as not finite and otherwise ignored.
 
     Args:
         policy: sums of the policy's log-probs, (n,).
@@ -123,17 +130,17 @@ def compared(
     accelerator: Any,
     advice_for_dtype: Callable[[str], str] | None = None,
 ) -> StepZero:
-    """Combine the `differences` of several parts and processes into one result.
+    """Combine the `differences` of several batches and processes into one result.
 
     Args:
-        parts: the `differences` of each part.
-        allowed: maximum of |policy - reference| / sqrt(tokens), in nats; if it is None, it depends on the dtypes and the kind
-            of model.
+        parts: the `differences` of each batch.
+        allowed: maximum of |policy - reference| / sqrt(tokens), in nats. If None, the maximum depends on the dtypes and the
+            type of model.
         reference_dtype: dtype in which the reference was scored.
         policy: the unwrapped model.
         accelerator: the trainer's accelerator, which may run the policy in mixed precision, or None.
-        advice_for_dtype: function that returns advice on how to get the reference's values in a dtype, or None for general
-            advice.
+        advice_for_dtype: function that returns advice on how to get the reference's values in a given dtype, or None for
+            general advice.
     """
     policy_dtype = computes_in(policy, accelerator)
     advice = (advice_for_dtype or _in_general)(policy_dtype)
@@ -154,4 +161,4 @@ def compared(
 
 
 def _in_general(dtype: str) -> str:
-    return f'Score in {dtype} (`reflogp score --dtype {dtype}`) and give ReferenceSource dtype="{dtype}"'
+    return f'Score in {dtype} (`reflogp score --dtype {dtype}`) and pass dtype="{dtype}" to ReferenceSource'

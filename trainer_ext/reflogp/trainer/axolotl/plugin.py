@@ -1,9 +1,9 @@
-"""An axolotl plugin that trains on stored reference log-probs, without a reference model.
+"""Provide an axolotl plugin that trains on stored reference log-probs, without a reference model.
 
-axolotl loads a reference model before it makes its trainer, in full fine-tuning even if the trainer would not use it
-(axolotl/train.py, `setup_reference_model`). This module replaces `setup_reference_model` with a function that loads no model
-for a run with the plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command
-and launchers.
+axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
+axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function that
+loads no model for runs that use the plugin. The plugin chooses the trainer class. Everything else is axolotl's code, including
+its command and launchers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from reflogp.trainer.batches.options import warn_if_untested
 
 _TESTED = "0.19.0"
 _TRAINERS = {"dpo": trainers.StoredDPOTrainer, "ipo": trainers.StoredDPOTrainer, "kto": trainers.StoredKTOTrainer}
-#: Settings with which the reference need not be the model of `base_model`: another config, other weights, or an adapter that
-#: changes the weights under it.
+#: Settings that may make the reference differ from the model in `base_model`: a different config, different weights, or an
+#: adapter that changes the base weights.
 _UNCLEAR = (
     "lora_model_dir",
     "load_in_8bit",
@@ -37,14 +37,14 @@ _UNCLEAR = (
     "shrink_embeddings",
     "peft_layer_replication",
 )
-#: Values of peft_init_lora_weights with which the weights under the adapter stay as they are.
+#: Values of peft_init_lora_weights that leave the base weights unchanged.
 _PLAIN_LORA = (None, True, False, "gaussian")
 
 _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a reference model as axolotl does, but load no model for a run with the plugin."""
+    """Load a reference model as axolotl does, but load none if the run uses the plugin."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
@@ -55,16 +55,17 @@ axolotl.train.setup_reference_model = _no_reference_model
 
 
 class StoredReferencePlugin(BasePlugin):
-    """A plugin that trains on stored reference log-probs; the section `reflogp:` of the YAML file says where they are."""
+    """A plugin that trains on stored reference log-probs; the section `reflogp:` of the YAML file says where they are
+    stored."""
 
     def get_input_args(self) -> str:
         """Return the name of the class that describes the plugin's keys in the YAML file."""
         return "reflogp.trainer.axolotl.settings.PluginSettings"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        """Check the settings before axolotl loads datasets and models. This method itself loads no dataset.
+        """Check the settings before axolotl loads datasets and models. This method does not load a dataset itself.
 
-        Raises UsageError for settings that stored values do not cover.
+        Raises UsageError if a setting is not supported with stored values.
         """
         if not preprocess:
             _prepare(cfg)
@@ -73,12 +74,13 @@ class StoredReferencePlugin(BasePlugin):
         """Raise UsageError if the trainer does not use stored values."""
         if not isinstance(trainer, trainers.StoredReferenceMixin):
             raise UsageError(
-                f"another plugin made a {type(trainer).__name__}, which does not take stored values: remove one plugin"
+                f"another plugin created a {type(trainer).__name__}, which does not use stored values: "
+                "remove one of the plugins"
             )
 
 
 def _prepare(cfg: Any) -> None:
-    """Check the settings, and choose the trainer. Raises UsageError."""
+    """Check the settings and choose the trainer. Raises UsageError if a setting is not supported with stored values."""
     warn_if_untested("axolotl", _TESTED)
     _require_supported(cfg, settings_of(cfg))
     trainer = _TRAINERS[cfg.rl]
@@ -86,8 +88,8 @@ def _prepare(cfg: Any) -> None:
         cfg.trainer_cls = f"{trainer.__module__}.{trainer.__name__}"
     elif not issubclass(get_cls_from_module_str(cfg.trainer_cls), trainer):
         raise UsageError(
-            f"trainer_cls {cfg.trainer_cls} does not take stored values: derive it from {trainer.__module__}."
-            f"{trainer.__name__}, or leave trainer_cls out"
+            f"trainer_cls {cfg.trainer_cls} does not use stored values: derive it from {trainer.__module__}."
+            f"{trainer.__name__}, or omit trainer_cls"
         )
 
 
@@ -98,9 +100,11 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
             "plugin StoredReferencePlugin"
         )
     if (cfg.context_parallel_size or 1) > 1:
-        raise UsageError("context_parallel_size above 1 divides sequences among processes, which is not supported")
+        raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")
     if cfg.dpo_use_liger_kernel:
-        raise UsageError("dpo_use_liger_kernel computes the reference inside its kernel: leave it out")
+        raise UsageError(
+            "dpo_use_liger_kernel computes the reference inside its kernel, without stored values: remove this setting"
+        )
     if settings.names_reference:
         return
     unclear = [name for name in _UNCLEAR if cfg.get(name)]
@@ -112,7 +116,7 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
         unclear.append("loftq_config")
     if unclear:
         raise UsageError(
-            f"with {unclear[0]}, the reference need not be the model of base_model: name the reference with `model:`, "
-            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not begin as that model, set "
-            "`policy_starts_elsewhere: true` too"
+            f"with {unclear[0]}, the reference may differ from the model in base_model: name the reference with `model:`, "
+            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not start as that model, also set "
+            "`policy_starts_elsewhere: true`"
         )

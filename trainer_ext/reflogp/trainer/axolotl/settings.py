@@ -1,4 +1,4 @@
-"""The section `reflogp:` of axolotl's YAML file."""
+"""Define the section `reflogp:` of axolotl's YAML file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from reflogp.trainer.source import OnMiss, ReferenceSource
 
 
 class StoredReferenceSettings(BaseModel):
-    """Settings: where the reference log-probs are, which model computed them, and what to check.
+    """Settings for where the reference log-probs are stored, which model computed them, and what to check.
 
-    axolotl refuses unknown keys before it reads data.
+    axolotl rejects unknown keys before it reads any data.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -23,28 +23,28 @@ class StoredReferenceSettings(BaseModel):
     store: str = Field(description="a store (folder, s3://…) or a running service (http://…)")
     model: str | None = Field(None, description="the reference model; default: base_model")
     dtype: Dtype | None = Field(
-        None, description="dtype of the reference; default: the dtype in which the store has the model, else the policy's"
+        None, description="dtype of the reference; default: the dtype in which the store has the model, or else the policy's"
     )
-    reference: str | None = Field(None, description="a service's name for the reference, instead of a model")
+    reference: str | None = Field(None, description="name of the reference in a service, instead of a model")
     reference_id: str | None = Field(None, description="the reference's id, instead of a model")
     snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
-    policy_starts_elsewhere: bool = Field(False, description="the policy does not begin as the reference")
+    policy_starts_elsewhere: bool = Field(False, description="the policy does not start as the reference")
     step_zero_tolerance: float | None = Field(None, description="allowed difference on the first batch, in nats/√tokens")
-    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do about wrong values")
+    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do if reference values are wrong")
 
     @property
     def names_reference(self) -> bool:
-        """Return True if the settings name the reference; then axolotl's own settings for a reference are not used."""
+        """Return True if the settings name the reference, in which case axolotl's own reference settings are not used."""
         return not (self.model is None and self.reference is None and self.reference_id is None)
 
     def trainer_arguments(self, base_model: str) -> dict[str, Any]:
-        """Return the arguments of `CachedReferenceMixin` for these settings.
+        """Return the arguments for `CachedReferenceMixin` that these settings specify.
 
         Args:
-            base_model: the model that is the reference if the settings name no reference.
+            base_model: the model to use as the reference if the settings do not name one.
 
-        Raises UsageError for settings that contradict each other.
+        Raises UsageError if settings contradict each other.
         """
         source = ReferenceSource(
             self.store,
@@ -77,5 +77,7 @@ def has_plugin(cfg: Any) -> bool:
 def settings_of(cfg: Any) -> StoredReferenceSettings:
     """Return the section `reflogp:` of axolotl's settings. Raises UsageError if the section is missing."""
     if not cfg.reflogp:
-        raise UsageError("the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, with `store: ./logps`")
+        raise UsageError(
+            "the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, for example with `store: ./logps`"
+        )
     return StoredReferenceSettings(**cfg.reflogp)

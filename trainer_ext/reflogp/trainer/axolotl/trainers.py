@@ -15,10 +15,10 @@ from reflogp.trainer.axolotl.settings import has_plugin, settings_of
 
 
 class StoredReferenceMixin(CachedReferenceMixin):
-    """Take the arguments of `CachedReferenceMixin` from axolotl's YAML file, since axolotl makes the trainer.
+    """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer.
 
-    Raises UsageError if axolotl has not loaded the plugin, or has added tokens to the model's vocabulary, and the errors of
-    `CachedReferenceMixin`.
+    Raises UsageError if axolotl has not loaded the plugin or has added tokens to the model's vocabulary. It also raises the
+    errors of `CachedReferenceMixin`.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -26,7 +26,7 @@ class StoredReferenceMixin(CachedReferenceMixin):
         if cfg is None or not has_plugin(cfg):
             raise UsageError(
                 f"{type(self).__name__} needs the plugin: add `- reflogp.trainer.axolotl.plugin.StoredReferencePlugin` to "
-                "`plugins:` in the YAML file; axolotl ignores the section `reflogp:` without it"
+                "`plugins:` in the YAML file; without the plugin, axolotl ignores the section `reflogp:`"
             )
         settings = settings_of(cfg)
         if not settings.names_reference:
@@ -48,11 +48,13 @@ def _base_model(cfg: Any) -> str:
 
 
 def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
-    """Raise UsageError if the policy has tokens that `base_model` lacks, whose embeddings axolotl draws at random."""
+    """Raise UsageError if the policy has tokens that `base_model` lacks, because axolotl initialises their embeddings at
+    random."""
     base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:
         raise UsageError(
             f"axolotl has resized the vocabulary of base_model from {before:,} to {now:,} tokens (tokens, special_tokens or "
-            "resize_token_embeddings_to_32x), so the reference is another model: save the resized model once, and train from it"
+            "resize_token_embeddings_to_32x), so the reference is a different model: save the resized model once, and "
+            "train from it"
         )

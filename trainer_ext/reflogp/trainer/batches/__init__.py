@@ -1,7 +1,7 @@
-"""Give frameworks other than TRL the reference log-probs of the batches that they train on, from a store or a service.
+"""Supply frameworks other than TRL with reference log-probs for their training batches, from a store or a service.
 
-A framework tokenises, truncates and collates in its own way. So the values of its tokenised datasets are looked up before
-training, and in a batch each row is found by its tokens.
+Each framework tokenises, truncates and collates in its own way. Therefore, values are looked up before training for the
+framework's own tokenised datasets, and each row of a batch is then found by its tokens.
 """
 
 from reflogp.trainer.batches.reference import BatchReference

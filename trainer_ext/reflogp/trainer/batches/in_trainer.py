@@ -1,4 +1,4 @@
-"""Make a framework's trainer, a subclass of transformers' Trainer, train on stored values: the code that all adapters share."""
+"""Provide shared code for adapters that train a framework's subclass of transformers' Trainer on stored values."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 
-#: Base class of the mixin: `object` at run time, any trainer for a type checker.
+#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
 _AnyTrainer: Any = object
 
 
 @dataclass(frozen=True)
 class StoredReference:
-    """The settings of a run on stored values that are not settings of the framework.
+    """A run's settings for stored values, which are separate from the framework's own settings.
 
     Attributes:
         source: where the values are stored.
         run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
-        policy_starts_at_reference: whether the policy begins as the reference; if so, the first batch is compared with the
+        policy_starts_at_reference: whether the policy starts as the reference. If True, the first batch is compared with the
             stored values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose it by the
-            dtypes.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose a tolerance
+            by dtype.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 
@@ -47,25 +47,27 @@ class StoredReference:
 
 
 class BatchReferenceMixin(_AnyTrainer):
-    """Mixin to put before a framework's trainer that is a subclass of transformers' Trainer.
+    """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
-    An adapter's class calls `use_stored_reference` at the end of its constructor, and overrides the function in which the
-    framework runs its reference model.
+    An adapter's trainer class lists this mixin before the framework's trainer among its base classes. The class calls
+    `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs its reference
+    model.
 
     Attributes:
         ref_model: the BatchReference.
-        joins: name of each dataset -> what was looked up and from where, which is also in `output_dir/reflogp_audit.json`.
+        joins: a record of what was looked up and where, by dataset name. The records are also in
+            `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
 
     ref_model: Any
 
     def use_stored_reference(self, stored: StoredReference, rows_of: Callable[[Any], TokenDataset]) -> None:
-        """Look up the values of all datasets, and begin to watch the run.
+        """Look up the values for all datasets, and attach an audit to this trainer.
 
         Args:
             stored: where the values are stored, and what to check.
-            rows_of: function that returns the rows of a dataset of the framework.
+            rows_of: function that returns the rows of one of the framework's datasets as a TokenDataset.
 
         Raises:
             UsageError: a dataset is a stream.
@@ -84,10 +86,10 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the step-0 gate if the next batch is the run's first; adapters call this method for every batch.
+        """Run the step-0 gate on the run's first batch. Adapters call this method for every batch.
 
         Args:
-            policy: function that computes the policy's sums, (n,), without gradients and dropout.
+            policy: function that computes the policy's sums, (n,), without gradients or dropout.
             reference: the stored sums, (n,).
             tokens: number of tokens in each sum, (n,).
         """
@@ -101,7 +103,7 @@ class BatchReferenceMixin(_AnyTrainer):
 
     @contextmanager
     def policy_as_reference(self, model: Any) -> Iterator[None]:
-        """Make the framework's own function for the reference run the policy within the block, without dropout and
+        """Within the block, make the framework's own reference computation run the policy instead, without dropout or
         gradients."""
         stored, was_training = self.ref_model, model.training
         self.ref_model = model
@@ -125,6 +127,6 @@ class BatchReferenceMixin(_AnyTrainer):
 def _whole(dataset: Any, name: str) -> Any:
     if not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"the {name} dataset is a stream, but all rows have to be looked up before training: load it without streaming"
+            f"the {name} dataset is a stream, but all rows must be looked up before training: load it without streaming"
         )
     return dataset

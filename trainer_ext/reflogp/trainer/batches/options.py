@@ -1,4 +1,4 @@
-"""Read the options of commands that start a framework's training on stored reference log-probs: `--reflogp.…`."""
+"""Read the options (`--reflogp.…`) of commands that start a framework's training on stored reference log-probs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from reflogp.trainer.batches.in_trainer import StoredReference
 from reflogp.trainer.batches.reference import check_source
 from reflogp.trainer.source import ReferenceSource
 
-#: Environment variable in which a command gives its options, as JSON, to the processes that a launcher starts.
+#: Environment variable that passes a command's options, as JSON, to the processes that a launcher starts.
 _FOR_PROCESSES = "REFLOGP_TRAIN_OPTIONS"
 
 
 def read_options(
-    command: str, words: Sequence[str], model: str, dtype: str = "the dtype in which the store has the model, else the policy's"
+    command: str,
+    words: Sequence[str],
+    model: str,
+    dtype: str = "the dtype in which the store has the model, or else the policy's dtype",
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
-    """Take the options that begin with --reflogp out of a command line.
+    """Separate the options that begin with --reflogp from the other arguments of a command.
 
-    If the command line has no such options, use the options of the command that started this process.
+    If there are no such options, use those of the command that started this process.
 
     Args:
-        command: the command, for its help.
+        command: name of the command, for its help text.
         words: the arguments of the command.
-        model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help; the default description
-            of the dtype is that of `stored_reference`.
+        model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help text. The default
+            description of the dtype describes what `stored_reference` does.
 
     Returns:
         the options, the other arguments, and the parser.
@@ -41,22 +44,22 @@ def read_options(
     add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
     add("--reflogp.model", dest="model", help=f"the reference model; default: {model}")
     add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help=f"dtype of the reference; default: {dtype}")
-    add("--reflogp.reference", dest="reference", metavar="NAME", help="a service's name for the reference, instead of a model")
+    add("--reflogp.reference", dest="reference", metavar="NAME", help="name of the reference in a service, instead of a model")
     add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id, instead of a model")
-    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="default: the latest")
+    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of a snapshot; default: the latest")
     add(
         "--reflogp.on_miss",
         dest="on_miss",
         choices=("error", "score", "run"),
         default="error",
-        help="rows without values: stop and name the command that scores them (error, the default), have the service score "
-        "them (score), or run that command here first (run)",
+        help="what to do about rows without values: stop and show the command that scores them (error, the default), have the "
+        "service score them (score), or run that command on this machine first (run)",
     )
     add(
         "--reflogp.policy_starts_elsewhere",
         dest="policy_starts_elsewhere",
         action="store_true",
-        help="the policy does not begin as the reference, so the first batch is not compared with the stored values",
+        help="the policy does not start as the reference, so the first batch is not compared with the stored values",
     )
     add(
         "--reflogp.step_zero_tolerance",
@@ -70,7 +73,7 @@ def read_options(
         dest="on_finding",
         choices=("fail", "warn"),
         default="fail",
-        help="what to do if reference values are wrong",
+        help="what to do if reference values are wrong: stop the run (fail, the default) or log a warning (warn)",
     )
     given = [word for word in words if word.startswith("--reflogp.")]
     if not given and _FOR_PROCESSES in os.environ:
@@ -85,51 +88,51 @@ def read_options(
 
 
 def warn_if_untested(package: str, tested: str) -> None:
-    """Warn if a framework's installed version is not the version with which reflogp was tested.
+    """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
-    The run continues, and the step-0 gate stops it if the log-probs differ.
+    The run continues, and the step-0 gate stops the run if the log-probs differ.
 
     Args:
-        package: the framework's package.
-        tested: the version; a shorter version, such as "0.11", stands for all versions that begin with it.
+        package: name of the framework's package.
+        tested: the tested version. A shorter version, such as "0.11", stands for all versions that begin with it.
     """
     found = importlib.metadata.version(package)
     if f"{found}.".startswith(f"{tested}."):
         return
     warnings.warn(
-        f"reflogp is tested with {package} {tested}, not {found}: if {found} works differently, the comparison before the "
-        "first step stops the run",
+        f"reflogp is tested with {package} {tested}, not {found}: if {found} behaves differently, the comparison before the "
+        "first step will stop the run",
         stacklevel=2,
     )
 
 
 def give_to_processes(options: argparse.Namespace) -> None:
-    """Give this command's options to processes that a launcher will start with its other arguments."""
+    """Pass this command's options to the processes that a launcher will start with the command's other arguments."""
     os.environ[_FOR_PROCESSES] = json.dumps(vars(options))
 
 
 def names_reference(options: argparse.Namespace) -> bool:
-    """Return True if the options name the reference; then the framework's own settings for a reference are not used."""
+    """Return True if the options name the reference, in which case the framework's own reference settings are not used."""
     return not (options.model is None and options.reference is None and options.reference_id is None)
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for a setting that may make the framework's reference differ from the model that `model` names."""
+    """Return the error for a setting that may make the framework's reference differ from the model in the setting `model`."""
     return UsageError(
-        f"with {setting}, the reference need not be the model of {model}: name the reference with --reflogp.model or "
-        "--reflogp.reference_id; if the policy continues from an adapter, give --reflogp.policy_starts_elsewhere too"
+        f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
+        "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
     )
 
 
 def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> ReferenceSource:
-    """Return the source of the values.
+    """Return the source of the reference log-probs.
 
     Args:
         options: see `read_options`.
         model: the model that the framework would load as its reference, or None if the options name the reference.
-        dtype: dtype of the reference if the options name no dtype.
+        dtype: dtype of the reference if the options do not set one.
 
-    Raises UsageError for options that contradict each other.
+    Raises UsageError if options contradict each other.
     """
     is_named = options.model is None and names_reference(options)
     source = ReferenceSource(
@@ -146,7 +149,7 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return the settings of a run. The reference's dtype is the one in which the store or service has the model, else the
+    """Return the settings of a run. The reference's dtype is the one in which the store or service has the model, or else the
     policy's.
 
     Args:

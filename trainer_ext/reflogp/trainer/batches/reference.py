@@ -1,4 +1,4 @@
-"""Give a framework the stored values of its padded batches, through an object in place of its reference model.
+"""Supply a framework with stored values for its padded batches, through an object that replaces its reference model.
 
 The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
 """
@@ -37,36 +37,38 @@ from reflogp.trainer.values import Values, Where, command_to_score
 
 T = TypeVar("T")
 
-#: Maximum number of sequences per lookup. This limit bounds memory, in which the values of one lookup exist twice.
+#: Maximum number of sequences per lookup. This limit bounds memory use, because the values of a lookup exist in memory twice.
 _AT_ONCE = 65_536
 _SEQUENCES = "completion_ids"
-#: Exit code of `reflogp score` if it left rows out; MissingLogpsError then names these rows.
+#: Exit code of `reflogp score` if it skipped rows; MissingLogpsError then names these rows.
 _ROWS_LEFT_OUT = 3
 #: Environment variables that a launcher sets for its processes, and that the scoring command must not inherit.
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class BatchReference(ReferenceDuringTraining):
-    """The reference log-probs of padded batches, from a store or a service.
+    """The reference log-probs for padded batches, from a store or a service.
 
-    The constructor looks up every row of the datasets, so that no value can be missing during training. In a batch, each row is
-    found by its tokens, so shuffling, packing and evaluation need no special handling.
+    The constructor looks up every row of the datasets, so that no value can be missing during training. Each row of a batch is
+    then found by its tokens, so shuffling, packing and evaluation need no special handling.
 
     Args:
-        source: where the values are stored. Files of `reflogp join` hold sums of whole completions and cannot be used.
-        datasets: name -> tokenised dataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
-        output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
-        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
+        source: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums over whole
+            completions.
+        datasets: every tokenised dataset that the trainer will use, by name: {"train": …, "eval": …}.
+        output_dir: folder in which to write the sequences of rows without values, as reflogp-missing.parquet.
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
+            separate process.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: the source cannot be used.
-        RankFailedError: another process of a distributed run has raised one of these.
+        RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        joins: name of each dataset -> what was looked up and from where.
-        where: where the values come from.
+        joins: a record of what was looked up and where, by dataset name.
+        where: the source, reference and snapshot of the values.
 
     Examples:
         >>> from datasets import Dataset
@@ -99,13 +101,13 @@ class BatchReference(ReferenceDuringTraining):
 
         Args:
             input_ids: token ids, padded on either side, (B, L).
-            attention_mask: 0 where a token is padding, (B, L).
+            attention_mask: 0 at padding and 1 at all other tokens, (B, L).
 
         Returns:
             log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is the log-prob of token t + 1; entries
             before a row's completion and in its padding are 0.
 
-        Raises MissingLogpsError for a row that is in none of the datasets.
+        Raises MissingLogpsError if a row is not in any of the datasets.
         """
         log_probs = np.zeros((input_ids.shape[0], input_ids.shape[1] - 1), np.float32)
         for row, (ids, mask) in enumerate(zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True)):
@@ -113,8 +115,8 @@ class BatchReference(ReferenceDuringTraining):
             values = self._values.of(ids[places].astype(np.uint32))
             if values is None:
                 raise MissingLogpsError(
-                    f"row {row} of a batch ({len(places)} tokens, {ids[places[:8]].tolist()}, …) is in none of the datasets "
-                    f"whose values were looked up ({', '.join(self.joins)}): name every dataset that the trainer sees",
+                    f"row {row} of a batch ({len(places)} tokens, {ids[places[:8]].tolist()}, …) is not in any of the "
+                    f"datasets whose values were looked up ({', '.join(self.joins)}): list every dataset that the trainer uses",
                     [row],
                     "",
                 )
@@ -124,41 +126,43 @@ class BatchReference(ReferenceDuringTraining):
     def sums(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of each row's log-probs, and the number of tokens in the sum.
+        """Return the sum of each row's log-probs, and the number of tokens in each sum.
 
         Args:
             input_ids, attention_mask: see `token_logps`, (B, L).
             labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in the sum.
 
         Returns:
-            sums in nats, float32 (B,), and numbers of tokens, int64 (B,), on the device of `input_ids`.
+            sums in nats, float32 (B,), and token counts, int64 (B,), on the device of `input_ids`.
 
         Raises UsageError if padding has labels, because no store has log-probs of padding.
         """
         if bool(((labels != IGNORED) & (attention_mask == 0)).any()):
-            raise UsageError("padding has labels other than -100, so the loss counts its log-probs, which no store has")
-        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # a first token after padding has an entry
+            raise UsageError(
+                "padding has labels other than -100, so the loss would need log-probs of padding, which no store has"
+            )
+        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # after left padding, the first token has an entry
         values = self.token_logps(input_ids, attention_mask).double()
         return (values * counts).sum(1).float(), counts.sum(1)
 
 
 def check_source(source: ReferenceSource, run_command: bool) -> None:
-    """Raise UsageError for a source that cannot give values by tokens, before anything is loaded."""
+    """Raise UsageError, before anything is loaded, if a source cannot supply a value for each token."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} holds one sum for each completion, but this needs a value for each token: give the store"
+            f"{source.location} contains one sum per completion, but a value per token is needed: use a store as the source"
         )
     if source.on_miss == "compute":
-        raise UsageError("on_miss='compute' is for TRL's trainers; here use 'error' or 'score'")
+        raise UsageError("on_miss='compute' works only with TRL's trainers: use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
-        raise UsageError("to score missing rows in this run, give a store and model=; for a service use on_miss='score'")
+        raise UsageError("to score missing rows in this run, pass a store and model=; for a service, use on_miss='score'")
     if run_command and source.snapshot is not None:
-        raise UsageError(f"newly scored values will not be in snapshot {source.snapshot}: leave the snapshot out")
+        raise UsageError(f"snapshot {source.snapshot} cannot contain newly scored values: omit the snapshot")
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of the first process' lookup, which all processes receive."""
+    """The result of the first process's lookup, which all processes receive."""
 
     where: Where
     scored: dict[str, int]
@@ -167,24 +171,25 @@ class Answered:
 def look_up_rows(
     datasets: Mapping[str, TokenDataset], source: ReferenceSource, output_dir: Path, run_command: bool
 ) -> tuple[RowValues, dict[str, JoinRecord]]:
-    """Return the values of all rows of some datasets; every process gets the same values.
+    """Return the values for all rows of the given datasets; every process gets the same values.
 
-    The first process of each node reads the datasets. The first process of the run finds the missing sequences, and has them
-    scored if the source or `run_command` says so, while the others wait. Then each node reads the values of one snapshot into a
-    file that its processes map into memory.
+    The first process on each node reads the datasets. The first process of the run finds the missing sequences, and has them
+    scored if `source` or `run_command` requests it, while the other processes wait. Each node then reads the values of one
+    snapshot into a file that its processes map into memory.
 
     Args:
-        datasets: name -> dataset.
+        datasets: the datasets by name.
         source: where the values are stored.
-        output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
-        run_command: whether to score missing sequences here, by running `reflogp score` in a separate process.
+        output_dir: folder in which to write missing sequences, as reflogp-missing.parquet.
+        run_command: whether to score missing sequences on this machine, by running `reflogp score` in a separate process.
 
-    Returns: the values, and what was joined for each dataset.
+    Returns:
+        the values, and a record of what was joined, by dataset name.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        RankFailedError: another process has raised one of these.
+        RankFailedError: another process raised one of these errors.
     """
     rank = Rank.here()
     walks = rank.local_rank == 0
@@ -231,14 +236,14 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
-    """Return the values and an empty text. If the store has no values of this reference, return None and a text that says
-    so."""
+    """Return the opened values and an empty string. If the store has no values for this reference, return None and a message
+    that says so."""
     try:
         return source.open(), ""
     except (ReferenceNotFoundError, StoreNotFoundError) as error:
         if source.is_service or source.described is None:
             raise
-        return None, str(error.__cause__ or error)  # the cause's text, which lacks the command for the whole dataset
+        return None, str(error.__cause__ or error)  # the cause's text does not include the command for the whole dataset
 
 
 def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
@@ -246,14 +251,14 @@ def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
 
 
 def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
-    """Return True for each sequence that needs values; a sequence with an empty completion needs none."""
+    """Return a mask of the sequences that need values. A sequence with an empty completion needs none."""
     return asked.needed[_SEQUENCES] > 0
 
 
 def _written(
     sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
 ) -> str:
-    """Write the missing sequences into a file, and return the command that scores it."""
+    """Write the missing sequences to a file, and return the command that scores the file."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "reflogp-missing.parquet"
     pq.write_table(sequences.table.filter(pa.array(missing)), file)
@@ -269,7 +274,7 @@ def _run(command: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
     if status not in (0, _ROWS_LEFT_OUT):
-        raise ReferenceLogpsError(f"`{command}` ended with status {status}; its output is above")
+        raise ReferenceLogpsError(f"`{command}` failed with exit status {status}; see its output above")
 
 
 def _missing_error(
@@ -291,7 +296,7 @@ def _named(rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences) -> str:
 
 
 def _saved(sequences: Sequences, values: Values) -> Path:
-    """Write the values of all sequences into a file that this node's processes map into memory; return its path."""
+    """Write the values of all sequences to a file that this node's processes map into memory, and return the file's path."""
     asked = ask(sequences.table)
     keys, needed = asked.keys[_SEQUENCES], asked.needed[_SEQUENCES]
     parts = [values.token_lists(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE)]

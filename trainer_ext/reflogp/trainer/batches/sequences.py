@@ -1,6 +1,6 @@
-"""Collect the token sequences of a framework's datasets, exactly as the framework made them.
+"""Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-The values of the sequences are in an Arrow file that the processes of a node share. A row's values are found by its tokens.
+The values of the sequences are in an Arrow file that all processes on a node share. A row's values are looked up by its tokens.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from reflogp.trainer.layouts import load_table, save_table
 
 TokenIds = npt.NDArray[np.uint32]
 
-#: Label of a token that the loss leaves out; torch's cross_entropy and all frameworks around transformers use this number.
+#: Label of a token that the loss ignores. torch's cross_entropy and all frameworks built on transformers use this number.
 IGNORED = -100
-#: blake2b's personalisation, so that a row's key can never equal a store's key.
+#: Personalisation string for blake2b, so that a row's key can never equal a key in a store.
 _ROW_PERSON = b"reflogp.row.v1"
 _ROWS_AT_ONCE = 1024
 
 
 class TokenDataset(Protocol):
-    """A tokenised dataset as a framework will batch it.
+    """A tokenised dataset, as the framework will batch it.
 
-    Iteration yields the sequences of each row (a pair has two), each as (token ids without padding, position of the first token
-    of the completion). Every row has the same number of sequences.
+    Iterating yields the sequences of each row (two for a pair), each as (token ids without padding, index of the completion's
+    first token). Every row has the same number of sequences.
     """
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def __iter__(self) -> Iterator[Sequence[tuple[TokenIds, int]]]:
-        """Iterate over the rows in the order of the dataset."""
+        """Iterate over the rows in dataset order."""
 
 
 class LabelledColumns:
-    """A TokenDataset made from a `datasets.Dataset` that has a column of labels for each column of token ids.
+    """A TokenDataset that reads a `datasets.Dataset` with a column of labels for each column of token ids.
 
     A completion begins at the first label that is not -100.
 
     Args:
         dataset: the dataset.
-        columns: (column of token ids, column of labels) for each sequence of a row.
+        columns: (name of the token id column, name of the label column) for each sequence of a row.
 
     Raises UsageError if the dataset lacks a column.
     """
@@ -78,11 +78,11 @@ class LabelledColumns:
 
 
 def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds, int]:
-    """Return a sequence in the form in which a TokenDataset yields it.
+    """Return a sequence in the form that a TokenDataset yields.
 
     Args:
-        token_ids: without padding, (n,).
-        labels: -100 for tokens that the loss leaves out, (n,); the completion begins at the first label that is not -100.
+        token_ids: token ids without padding, (n,).
+        labels: -100 for tokens that the loss ignores, (n,). The completion begins at the first label that is not -100.
     """
     whole = np.asarray(token_ids).astype(np.uint32)
     used = np.flatnonzero(np.asarray(labels) != IGNORED)
@@ -90,18 +90,18 @@ def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds,
 
 
 def row_key(token_ids: TokenIds) -> bytes:
-    """Return 16 bytes that identify a row's tokens, prompt and completion together, whatever the length of the prompt."""
+    """Return 16 bytes that identify a row's tokens (prompt and completion), regardless of the length of the prompt."""
     return hashlib.blake2b(token_ids.astype("<u4").tobytes(), digest_size=16, person=_ROW_PERSON).digest()
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Different sequences, n in number, and the rows to which they belong.
+    """The n distinct sequences of some datasets, and the rows that the sequences belong to.
 
     Attributes:
         table: prompt_ids and completion_ids, large_list<uint32>, n rows, which `reflogp score` reads as tokens.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: name of each dataset -> positions in `table` of each row's sequences, int64 (rows, sequences of a row).
+        of: for each dataset name, the row numbers in `table` of each row's sequences, int64 (rows, sequences per row).
     """
 
     table: pa.Table
@@ -109,17 +109,18 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the numbers of the rows that have a marked sequence, by name of the dataset; leave out datasets without such
-        rows."""
+        """Return the numbers of the rows that have a marked sequence, by dataset name; datasets without such rows are
+        omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
 
 def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
-    """Collect the sequences of datasets.
+    """Collect the distinct sequences of the given datasets.
 
     Rows with the same tokens share one sequence. If the completions of such rows begin at different tokens, the longer
-    completion is used: a token's log-prob depends on the tokens before it, and not on how many of these belong to the prompt.
+    completion is used, because a token's log-prob depends on the tokens before it, but not on how many of them belong to the
+    prompt.
 
     Args:
         datasets: the datasets by name.
@@ -154,11 +155,11 @@ def _lists(parts: Iterable[TokenIds]) -> pa.LargeListArray:
 
 
 def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Path:
-    """Write n rows' values into a file for this node's processes; return its path.
+    """Write the values of n rows to a file that this node's processes share, and return the file's path.
 
     Args:
-        row_keys: 16 bytes each, all different.
-        token_logps: large_list<float32>, n lists without nulls: the values of each row's completion.
+        row_keys: n different keys of 16 bytes each.
+        token_logps: the values of each row's completion, large_list<float32>, n lists without nulls.
     """
     keys = pa.array(row_keys, KEY_TYPE)
     order = pa.array(sorted(range(len(row_keys)), key=row_keys.__getitem__), pa.int64())
@@ -166,7 +167,7 @@ def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Pa
 
 
 class RowValues:
-    """The values of a file of `save_row_values`, mapped into memory."""
+    """The values in a file that `save_row_values` wrote, mapped into memory."""
 
     def __init__(self, file: Path) -> None:
         table = load_table(file)
@@ -176,10 +177,10 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the values of a row's last tokens, in nats, or None if the row is not in the file.
+        """Return the values for the last tokens of a row, in nats, or None if the row is not in the file.
 
         Args:
-            token_ids: prompt and completion, without padding, (n,).
+            token_ids: token ids of the prompt and the completion, without padding, (n,).
         """
         hi, lo = keys_as_words([row_key(token_ids)])
         first, last = np.searchsorted(self._hi, hi[0], "left"), np.searchsorted(self._hi, hi[0], "right")

@@ -1,10 +1,10 @@
-"""Run LLaMA-Factory's DPO or KTO training with the same settings and without a reference model.
+"""Run LLaMA-Factory's DPO or KTO training with the same settings but without a reference model.
 
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only LLaMA-Factory's
-functions that make the reference model and the trainers are replaced.
+LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only the functions that
+create LLaMA-Factory's reference model and trainers are replaced.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from reflogp.trainer.llamafactory.trainers import StoredDPOTrainer, StoredKTOTra
 
 _MODULE = "reflogp.trainer.llamafactory.train"
 _TESTED = "0.9.5"
-#: LLaMA-Factory's names of the stages that do not use reference log-probs of given completions.
+#: Names of LLaMA-Factory's training stages that do not use reference log-probs of given completions.
 _OTHER_STAGES = ("pt", "sft", "rm", "ppo")
 
 
 class Replacements:
-    """Replacements for the functions of LLaMA-Factory that make reference models and trainers.
+    """Replacements for the functions of LLaMA-Factory that create reference models and trainers.
 
     Args:
-        options: the command line's options that begin with --reflogp.
+        options: the command-line options that begin with --reflogp.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ class Replacements:
         self._stored: StoredReference | None = None
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Make no model, but record which model LLaMA-Factory would load, to find its values."""
+        """Create no model, but record which model LLaMA-Factory would load, so that its values can be found."""
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
@@ -74,22 +74,25 @@ class Replacements:
                 raise unclear_reference(name, "model_name_or_path")
         model = str(finetuning_args.ref_model or model_args.model_name_or_path)
         if not Path(model).is_dir() and (use_modelscope() or use_openmind()):
-            raise UsageError(f"{model} comes from another hub than Hugging Face's: give the folder to which it was downloaded")
+            raise UsageError(f"{model} comes from a hub other than Hugging Face's: pass the folder that it was downloaded to")
         revision = getattr(model_args, "model_revision", None)
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
     def trainer(self, trainer_class: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that makes a trainer of this class with stored values."""
+        """Return a function that creates a trainer of this class with stored values."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
-                raise UsageError("a run that only evaluates uses the policy as its reference: start it with llamafactory-cli")
+                raise UsageError(
+                    "a run that only evaluates uses the policy as its reference, not stored values: use llamafactory-cli"
+                )
             if self._stored is None:
                 loss = getattr(kwargs.get("finetuning_args"), "pref_loss", None)
                 raise UsageError(
                     f"pref_loss {loss} uses no reference model: start this run with llamafactory-cli"
                     if loss in ("orpo", "simpo")
-                    else f"this LLaMA-Factory makes its reference model differently from {_TESTED}, which reflogp supports"
+                    else f"this version of LLaMA-Factory creates its reference model differently: install {_TESTED}, which "
+                    "reflogp supports"
                 )
             return trainer_class(*args, stored=self._stored, **kwargs)
 
@@ -97,18 +100,18 @@ class Replacements:
 
 
 def main() -> None:
-    """Take reflogp's options out of the command line, and run LLaMA-Factory's launcher with the others."""
-    options, others, parser = read_options(_MODULE, sys.argv[1:], model="ref_model, else model_name_or_path")
+    """Read reflogp's options from the command line, and run LLaMA-Factory's launcher with the other arguments."""
+    options, others, parser = read_options(_MODULE, sys.argv[1:], model="ref_model, or else model_name_or_path")
     if {"-h", "--help"} & set(others):
         parser.print_help()
         print("\nOther arguments are those of llamafactory-cli: train FILE.yaml [NAME=VALUE …]")
         return
     warn_if_untested("llamafactory", _TESTED)
     if is_env_enabled("USE_V1"):
-        raise UsageError("USE_V1 is LLaMA-Factory's other engine, which reflogp does not support: unset it")
+        raise UsageError("USE_V1 selects LLaMA-Factory's other engine, which reflogp does not support: unset USE_V1")
     is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts the processes without the word `train`
     if not is_process and others[:1] != ["train"]:
-        parser.error("give `train FILE.yaml` after the options, as for llamafactory-cli")
+        parser.error("add `train FILE.yaml` after the options, as for llamafactory-cli")
     sys.argv[1:] = others
     give_to_processes(options)
     with ExitStack() as patches:
@@ -124,7 +127,7 @@ def main() -> None:
 
 
 def _starts_torchrun() -> bool:
-    """Return True if the launcher will start other processes that train, by the same rule as the launcher."""
+    """Return True if the launcher will start separate training processes; the launcher uses the same rule."""
     forced = is_env_enabled("FORCE_TORCHRUN") or is_env_enabled("USE_MCA")
     return bool(forced or (get_device_count() > 1 and not use_ray() and not use_kt()))
 
@@ -139,7 +142,7 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
         (
             train.tuner,
             "_ray_training_function",
-            _refusing("use_ray is not supported: Ray's workers are processes that reflogp does not start"),
+            _refusing("use_ray is not supported, because Ray's workers are processes that reflogp does not start"),
         ),
         (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
     ]

@@ -20,12 +20,12 @@ from reflogp.trainer.batches.sequences import IGNORED
 
 _MEDIA = ("images", "videos", "audios")
 _ROWS_AT_ONCE = 1024
-#: Losses for which LLaMA-Factory divides the policy's and the reference's log-probs by their number of tokens.
+#: Losses for which LLaMA-Factory divides the policy's and the reference's log-probs by the number of tokens.
 _MEANS = ("ipo",)
 
 
 class _Stored(BatchReferenceMixin):
-    """A mixin with the code that the DPO and the KTO trainer share.
+    """A mixin with the code that the DPO and KTO trainers share.
 
     Args:
         stored: where the values are stored, and what to check.
@@ -33,7 +33,7 @@ class _Stored(BatchReferenceMixin):
 
     def __init__(self, *args: Any, ref_model: Any = None, stored: StoredReference, **kwargs: Any) -> None:
         if getattr(kwargs.get("data_collator"), "label_pad_token_id", IGNORED) != IGNORED:
-            raise UsageError("ignore_pad_token_for_loss: false counts log-probs of padding, which no store has: leave it true")
+            raise UsageError("ignore_pad_token_for_loss: false needs log-probs of padding, which no store has: set it to true")
         super().__init__(*args, ref_model=None, **kwargs)
         for name, dataset in self._datasets().items():
             _refuse_media(dataset, name)
@@ -48,7 +48,7 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
     _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each; for IPO, return the means."""
+        """Return the stored sums for a batch: (chosen, rejected), float32 (B,) each. For IPO, return means instead."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
 
@@ -67,7 +67,7 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
     _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the stored sums of a batch: (desirable rows, undesirable rows, KL rows), float32."""
+        """Return the stored sums for a batch: (desirable rows, undesirable rows, KL rows), float32."""
         own, kl = (
             self.ref_model.sums(*(batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "labels")))
             for prefix in ("", "kl_")
@@ -85,7 +85,7 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
 
 
 def _refuse_media(dataset: Any, name: str) -> None:
-    """Raise UsageError for a dataset with images, videos or audios: stored values of the text alone would be wrong."""
+    """Raise UsageError if a dataset has images, videos or audio, because stored values for the text alone would be wrong."""
     columns = [column for column in _MEDIA if column in (dataset.column_names or ())]
     if not columns or not hasattr(dataset, "__len__"):
         return
@@ -96,4 +96,6 @@ def _refuse_media(dataset: Any, name: str) -> None:
                 values.null_count < len(values)
                 and pc.any(pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)).as_py()
             ):
-                raise UsageError(f"the {name} dataset has {column}: for LLaMA-Factory, stored values are of text alone")
+                raise UsageError(
+                    f"the {name} dataset has {column}, but with LLaMA-Factory, stored values are supported only for text"
+                )

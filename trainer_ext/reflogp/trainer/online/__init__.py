@@ -1,4 +1,4 @@
-"""Get reference log-probs of newly generated text from a service that has the reference model, over HTTP."""
+"""Get reference log-probs for newly generated text over HTTP, from a service that runs the reference model."""
 
 from reflogp.trainer.remote import RemoteReference
 

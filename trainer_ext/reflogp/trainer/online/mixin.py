@@ -1,6 +1,6 @@
-"""Train with a TRL online trainer whose reference model runs in a service: the code that all such trainers share.
+"""Provide the code shared by all TRL online trainers whose reference model runs in a service.
 
-Each trainer's own module overrides the function in which that trainer runs its reference model.
+The module of each trainer overrides the method in which TRL's trainer runs its reference model.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import default_config, with_own_tag
 
-#: Base class of the mixin: `object` at run time, any trainer for a type checker.
+#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
 _AnyTrainer: Any = object
 
 
 class RemoteReferenceMixin(_AnyTrainer):
-    """Mixin to put before a TRL online trainer: its reference log-probs come from a service.
+    """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
-    The request is sent while the policy's own forward pass runs on the same tokens. The trainer waits for the response at the
-    point where the reference model would have run. The constructor takes the trainer's own arguments, and in addition:
+    The trainer requests log-probs while the policy's own forward pass runs on the same tokens. The trainer waits for the
+    response at the point where the reference model would have run. List the mixin before the trainer among the base classes.
+    The constructor takes the trainer's own arguments and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
-        reference_deadline: maximum seconds to wait for the values of one batch; a slow or restarting service pauses the step
-            for that time.
-        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch's values are
-            compared with the policy's own before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
-            the dtype, and a service that computes in another dtype than the policy is refused.
-        audit: the audit of the run, or None for a `ReferenceAudit` with its defaults, or False for no audit.
+        reference_deadline: maximum number of seconds to wait for the values of one batch. If the service is slow or restarting,
+            the step waits for up to this long.
+        policy_starts_at_reference: whether the policy starts as the reference model. If True, the first batch's values are
+            compared with the policy's own log-probs before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
+            on the dtype, and a service that computes in a different dtype than the policy is rejected.
+        audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
-        UsageError: arguments with which TRL uses no reference, or arguments that do not match the service's reference.
-        ReferenceNotFoundError, ServiceError: the service has no such reference or is unreachable, or during training does not
-            respond before the deadline.
-        ReferenceChangedError: the service's reference model is no longer the model with which the run began.
+        UsageError: TRL would not use a reference with these arguments, or the arguments do not match the service's reference.
+        ReferenceNotFoundError, ServiceError: the service does not have the reference, is unreachable, or does not respond
+            before the deadline during training.
+        ReferenceChangedError: the service's reference model is no longer the model that the run started with.
         UnusableLogpsError: the reference cannot score some sequences.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
-        RankFailedError: another process of a distributed run has raised one of these.
+        RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        ref_model: the RemoteReference, whose attribute `traffic` has the number of requests and the time that the trainer
-            waited.
+        ref_model: the RemoteReference; its attribute `traffic` says how much was requested and how long the trainer waited.
         audit: the audit of the run.
     """
 
@@ -76,8 +76,8 @@ class RemoteReferenceMixin(_AnyTrainer):
         name = type(self).__name__
         if not isinstance(reference, ReferenceSource):
             raise UsageError(
-                f'{name} needs to know which service has the reference model: reference=ReferenceSource("http://scorer:8311", '
-                'reference="sft"), the name that `reflogp serve --model sft=…` gives it'
+                f"{name} needs to know which service has the reference model: pass reference=ReferenceSource("
+                '"http://scorer:8311", reference="sft") with the model\'s name from `reflogp serve --model sft=…`'
             )
         given = inspect.signature(super().__init__).bind(*positional, **named)
         args = given.arguments.get("args")
@@ -86,7 +86,8 @@ class RemoteReferenceMixin(_AnyTrainer):
         refuse_reference_model(name, given.arguments.get("ref_model"))
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
-                "sync_ref_model changes the reference during training, and the service would keep the old model: leave it False"
+                "sync_ref_model=True changes the reference during training, but the service would keep the old model: "
+                "set it to False"
             )
         given.arguments["args"] = self._without_reference(copy.copy(args))
         begin_report(args.output_dir, args.process_index)
@@ -107,18 +108,20 @@ class RemoteReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _without_reference(self, args: Any) -> Any:
-        """Return the config, which is a copy, changed so that TRL's constructor makes no reference model."""
+        """Return the config, changed so that TRL's constructor creates no reference model. `args` is a copy and may be
+        modified."""
         return args
 
     def _with_reference(self, args: Any) -> None:
         """Undo the changes of `_without_reference` in the constructed trainer."""
 
     def _reference_values(self, batch: PaddedBatch, policy: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the service's values of a batch, float32 (rows, completion) on this process' device.
+        """Return the service's values for a batch, float32 (rows, completion), on this process's device.
 
         Args:
             batch: the batch.
-            policy: function that computes the policy's own values of the same batch, to compare them on the first batch.
+            policy: function that computes the policy's own values for the batch, which are compared with the service's on the
+                first batch.
         """
         values = self.ref_model.collect(batch)
         if self.audit is not None and self.audit.wants_first_batch:
@@ -140,7 +143,7 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """Return `step_zero.differences` of the rows that have tokens to compare."""
+    """Return `step_zero.differences` for the rows that have tokens to compare."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

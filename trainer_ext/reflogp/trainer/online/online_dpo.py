@@ -1,6 +1,6 @@
-"""Train with TRL's OnlineDPOTrainer, whose reference model runs in a service.
+"""Train with TRL's OnlineDPOTrainer while the reference model runs in a service.
 
-TRL calls `_forward` for the policy and then for the reference. TRL truncates padded rows on the left.
+TRL's trainer calls `_forward` for the policy and then for the reference. The trainer truncates padded rows on the left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
     """TRL's Online DPO trainer without a local reference model. The constructor takes the arguments of `RemoteReferenceMixin`
     and of TRL's trainer.
 
-    TRL's metrics objective/kl, non_score_reward and rlhf_reward also count the padding after a completion, so values are
-    requested for the padding too. The loss and rewards/* do not read these values.
+    TRL's metrics objective/kl, non_score_reward and rlhf_reward also include the padding after a completion, so values are
+    requested for this padding too. The loss and rewards/* do not use the values of the padding.
 
     Examples:
         >>> from datasets import Dataset
@@ -52,12 +52,14 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         own = super()._forward
         given = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         if vision_inputs is not None:
-            raise UsageError("a service scores text, and this batch has images")
+            raise UsageError(
+                "the service can score only text, but this batch has images; use TRL's own trainer for data with images"
+            )
         cut = max(prompt_ids.size(1) + completion_ids.size(1) - self.max_length, 0)
         if cut >= prompt_ids.size(1):
             raise UsageError(
-                f"max_length={self.max_length} leaves no prompt token before {completion_ids.size(1)} completion tokens: "
-                "the first completion token would have no context. Raise max_length, or lower max_new_tokens"
+                f"max_length={self.max_length} leaves no prompt token before {completion_ids.size(1)} completion tokens, so "
+                "the first completion token would have no context; increase max_length or decrease max_new_tokens"
             )
         batch = PaddedBatch.of(
             torch.cat((prompt_ids[:, cut:], completion_ids), dim=1),
@@ -73,8 +75,7 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log as TRL does, but average val/contain_eos_token over all processes, because TRL takes it from each process
-        alone."""
+        """Log as TRL does, but average val/contain_eos_token over all processes, because TRL logs each process's own value."""
         name = "val/contain_eos_token"
         if name in logs:
             everyone = gather(logs[name])

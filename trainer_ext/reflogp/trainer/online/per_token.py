@@ -1,7 +1,7 @@
-"""Train with TRL's RLOOTrainer and GRPOTrainer, whose reference model runs in a service.
+"""Train with TRL's RLOOTrainer and GRPOTrainer while the reference model runs in a service.
 
-In each generation step TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference; its arguments and
-return values differ between versions.
+In each generation step, TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference. The arguments and
+return values of this method differ between TRL versions.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _HOOK = "_get_per_token_logps_and_entropies"
 
 
 class PerTokenMixin(RemoteReferenceMixin):
-    """Mixin for RLOO and GRPO, which compare log-probs token by token at their sampling temperature."""
+    """Mixin for RLOO and GRPO, which compare log-probs token by token at the sampling temperature."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         if not hasattr(super(), _HOOK):
-            raise ImportError(f"{type(self).__name__} needs a TRL whose trainer has {_HOOK} (0.22 or newer)")
+            raise ImportError(f"{type(self).__name__} needs TRL 0.22 or newer: the installed version lacks {_HOOK}")
         super().__init__(*positional, **named)
         if hasattr(self, "liger_grpo_loss"):
-            raise UsageError("with use_liger_loss, TRL's constructor makes another loss, without a reference: leave it off")
+            raise UsageError("with use_liger_loss=True, TRL uses a loss without a reference: set it to False")
         if self.args.n_gpu > 1:
             raise UsageError(
-                f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, which wraps the model in DataParallel: "
-                "start one process for each GPU (accelerate launch, torchrun), or name one GPU in CUDA_VISIBLE_DEVICES"
+                f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, so the model is wrapped in DataParallel: "
+                "start one process per GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to a single GPU"
             )
 
     def _without_reference(self, args: Any) -> Any:
         if not args.beta:
-            raise UsageError(f"beta={args.beta} uses no reference: set beta, or use TRL's trainer")
+            raise UsageError(f"beta={args.beta} makes TRL ignore the reference: set beta above 0, or use TRL's own trainer")
         args.beta = 0.0
         return args
 
@@ -48,10 +48,12 @@ class PerTokenMixin(RemoteReferenceMixin):
     ) -> Any:
         own = super()._get_per_token_logps_and_entropies
         is_reference = model is self.ref_model
-        if torch.is_grad_enabled() and not is_reference:  # TRL computes the loss, long after the reference's call
+        if torch.is_grad_enabled() and not is_reference:  # TRL is computing the loss, long after it called the reference
             return own(model, input_ids, attention_mask, logits_to_keep, *more, **named)
         if named.get("pixel_values") is not None:
-            raise UsageError("a service scores text, and this batch has images")
+            raise UsageError(
+                "the service can score only text, but this batch has images; use TRL's own trainer for data with images"
+            )
         batch = PaddedBatch.of(input_ids, attention_mask, logits_to_keep, temperature=self.temperature)
         if not is_reference:
             self.ref_model.begin(batch)

@@ -1,4 +1,4 @@
-"""Audit an OpenRLHF run, as `ReferenceAudit` audits a TRL run.
+"""Audit an OpenRLHF run in the same way as `ReferenceAudit` audits a TRL run.
 
 Every process checks its own part of each batch. If one process finds a reason to stop, all processes stop in the same step.
 """
@@ -26,42 +26,43 @@ from reflogp.trainer.ranks import Rank, gather
 logger = logging.getLogger(__name__)
 
 CHECKS = ("forwards", "metrics", "schedule", "step_zero")
-#: Metrics that OpenRLHF logs for a step's last micro-batch only, and metrics that it averages over all micro-batches of a step.
+#: Metrics that OpenRLHF logs only for a step's last micro-batch, and metrics that it averages over all micro-batches of a step.
 _OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
 _MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
-#: Allowed relative difference of a logged metric, because it was rounded to float32.
+#: Allowed relative difference of a logged metric, to account for rounding to float32.
 _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """The audit of an OpenRLHF run, against its settings and its stored reference log-probs.
+    """An audit that checks an OpenRLHF run's stored reference log-probs and whether the run follows its settings.
 
-    A run is stopped only if its reference values are wrong; any other problem is logged as a warning and written to the report.
+    The audit stops a run only if its reference values are wrong. Any other problem is logged as a warning and written to the
+    report.
 
-    - `forwards` stops the run if the policy makes more than one forward pass per micro-batch, or if a model runs in the part of
-      a step in which OpenRLHF reads the reference's log-probs.
+    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs in the part
+      of a step in which OpenRLHF reads the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
-      log-probs by more than rounding. A policy whose own log-probs are not finite is only reported.
+      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      the run.
 
-    - `metrics` reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
-      OpenRLHF takes from the first process alone, are replaced by means over all processes. The report has the largest
-      difference between the two.
+    - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
+      first process only; the audit replaces them with means over all processes, and writes the largest difference to the
+      report.
 
-    - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
-      checkpoints that the settings ask for but that did not happen.
-
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+      reports logs, evaluations and checkpoints that the settings require but that did not happen.
 
     Args:
-        output_dir: folder of reflogp_audit.json.
-        joins: name of each dataset -> what was joined, for the report.
+        output_dir: folder in which to write reflogp_audit.json.
+        joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If it is None, the tolerance depends on the
-            dtypes and the kind of model, and a reference that was scored in another dtype than the policy's is refused.
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If None, the tolerance depends on the dtypes
+            and the type of model, and a reference that was scored in a different dtype than the policy's is rejected.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
-        findings: name of each check with problems -> the problems.
+        findings: the problems that each check found, by check name; checks without problems are not listed.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class RunAudit:
     # The trainer calls the following methods.
 
     def begin(self, settings: Any, engine: Any, policy: torch.nn.Module, first_step: int) -> None:
-        """Begin to watch a run.
+        """Start watching a run.
 
         Args:
             settings: object with the attributes that `Schedule` reads.
-            engine: the engine of DeepSpeed, which counts optimizer steps.
+            engine: the DeepSpeed engine, which counts optimizer steps.
             policy: the unwrapped model.
             first_step: global step at which the run was started or resumed.
         """
@@ -102,28 +103,28 @@ class RunAudit:
         self._forwards = ForwardCount(policy)
         self._forwards.watch_others()
         if settings.logging_strategy == "no":
-            self._not_run["logs"] = "OpenRLHF logs to wandb or TensorBoard, and both are off"
+            self._not_run["logs"] = "OpenRLHF logs only to wandb and TensorBoard, but both are off"
 
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
-        """Check that the policy makes `expected` forward passes within the block, and that no other language model runs."""
-        assert self._forwards is not None, "a batch outside of fit()"
+        """Check that the policy runs `expected` forward passes within the block, and that no other language model runs."""
+        assert self._forwards is not None, "passes() was called outside fit()"
         self._forwards.begin()
         yield
         self._forwards.end()
         self._passes += self._forwards.policy
-        problems = [f"{name} ran {times} times in the {who}'s part of a step" for name, times in self._forwards.others.items()]
-        words = f"the policy made {self._forwards.policy} passes in the {who}'s part of a step, not {expected}"
+        problems = [f"{name} ran {times} times in the {who} part of a step" for name, times in self._forwards.others.items()]
+        words = f"the policy ran {self._forwards.policy} forward passes in the {who} part of a step; expected {expected}"
         self._note("forwards", problems + [words] * (self._forwards.policy > expected))
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """Run the step-0 gate on this process' `step_zero.differences` of its first batch."""
+        """Run the step-0 gate on the `step_zero.differences` of this process's first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
             words = f"the policy's own log-probs of {self.step_zero.not_finite} sequences of the first batch are not finite"
-            self._report("step_zero", [f"{words}, so they were not compared; the reference's log-probs are finite"])
+            self._report("step_zero", [f"{words}, so these sequences were not compared; the reference's log-probs are finite"])
         try:
             self.step_zero.require("the first batch")
             if self._tolerance is None:
@@ -144,7 +145,7 @@ class RunAudit:
         self._micro_batches.append(seen.float())
 
     def over_all_processes(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return a step's logs with `loss_mean` and `acc_mean` as means over all processes."""
+        """Return a step's logs, with `loss_mean` and `acc_mean` replaced by means over all processes."""
         mine = torch.stack(self._micro_batches).double().cpu()
         means = torch.tensor(gather(torch.stack([mine[-1], mine.mean(0)]).tolist()), dtype=torch.float64)
         last, step = means.mean(0)
@@ -204,7 +205,7 @@ class RunAudit:
         self._settle()
 
     def end(self) -> None:
-        """End the audit of a run that has made all its steps, and write the final report."""
+        """End the audit of a run that has completed all its steps, and write the final report."""
         assert self._schedule is not None and self._forwards is not None
         self._forwards.remove()
         self._finished = True
@@ -225,7 +226,7 @@ class RunAudit:
     # Stop the run or warn because of findings, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
-        """Record that reference values are wrong, missing or computed again."""
+        """Record that reference values are wrong, missing or recomputed."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 
@@ -235,7 +236,8 @@ class RunAudit:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Exchange the processes' findings since the last call; raise an error on all processes if a finding stops the run."""
+        """Gather all processes' findings since the last call, and raise an error on all processes if a finding stops the
+        run."""
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
@@ -252,12 +254,12 @@ class RunAudit:
             logger.warning(_message(new))
 
     def write(self) -> None:
-        """Write the report in its current state, from the first process only."""
+        """Write the report in its current state, on the first process only."""
         if Rank.here().rank == 0:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. A resumed run keeps the step-0 result of its first start."""
+        """Return the report. A resumed run keeps the step-0 result from its first start."""
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
@@ -278,7 +280,7 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each access reads the setting again, because fit() replaces -1 by a number after this object is made.
+    Each access reads the setting again, because fit() replaces -1 with a number after this object is created.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
@@ -305,7 +307,7 @@ class Cadence:
 
 
 def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
-    """Merge the findings of several processes; keep each problem once."""
+    """Merge the findings of several processes, and list each problem only once."""
     merged: dict[str, list[str]] = {}
     for problems in parts:
         for check, words in problems.items():
@@ -315,9 +317,9 @@ def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
 
 
 def _message(found: dict[str, list[str]]) -> str:
-    return "audit of the reference log-probs, " + "; ".join(f"{check}: {'; '.join(words)}" for check, words in found.items())
+    return "reference audit, " + "; ".join(f"check `{check}`: {'; '.join(words)}" for check, words in found.items())
 
 
 def _is_of_training(logged: Any) -> bool:
-    """Return True if a logged item, which is a name for TensorBoard or a dictionary for wandb, belongs to a training step."""
+    """Return True if a logged item (a name for TensorBoard, a dictionary for wandb) belongs to a training step."""
     return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

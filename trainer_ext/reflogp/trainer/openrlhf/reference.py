@@ -1,4 +1,4 @@
-"""Give OpenRLHF's DPOTrainer an object that it calls as its reference model, and that returns stored values.
+"""Provide an object that OpenRLHF's DPOTrainer calls as its reference model, and that returns stored values.
 
 The object accepts the calls that the trainer makes to models (openrlhf/trainer/dpo_trainer.py, concatenated_forward). The
 object has no weights and runs no forward pass.
@@ -20,17 +20,17 @@ from reflogp.trainer.source import ReferenceSource
 
 
 class RewardRows:
-    """A TokenDataset made from a RewardDataset of OpenRLHF, exactly as OpenRLHF's data loader reads it.
+    """A TokenDataset that reads OpenRLHF's RewardDataset exactly as OpenRLHF's data loader does.
 
-    A row (openrlhf/datasets/reward_dataset.py) has the tokens of both sequences, truncated and with an EOS as their last token,
-    and a prompt length that comes from tokenising the prompt alone.
+    Each row (openrlhf/datasets/reward_dataset.py) has the tokens of both sequences, truncated and ending with EOS, and a prompt
+    length that comes from tokenising the prompt alone.
 
-    Raises UsageError for a dataset that was not made for DPO.
+    Raises UsageError if the dataset was not created for DPO.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
         if not getattr(dataset, "is_dpo", False):
-            raise UsageError(f"the {name} dataset has no prompt lengths: make the RewardDataset with is_dpo=True")
+            raise UsageError(f"the {name} dataset has no prompt lengths: create the RewardDataset with is_dpo=True")
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -46,18 +46,18 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    A row's values belong to its last tokens, which are the completion. The trainer's own mask sums the values. docs/openrlhf.md
-    shows a training script.
+    A row's values are those of its last tokens, which form the completion. The trainer sums the values with its own mask. For a
+    training script, see docs/openrlhf.md.
 
     Args:
         source, output_dir, run_command: see BatchReference.
-        datasets: name -> RewardDataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
+        datasets: every RewardDataset that the trainer will use, by name: {"train": …, "eval": …}.
 
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: name of each dataset -> what was joined and from where.
-        model: always None; in this attribute OpenRLHF looks for the model that its strategy would wrap.
+        joins: a record of what was joined and from where, by dataset name.
+        model: always None. OpenRLHF reads this attribute to find the model that its strategy would wrap.
     """
 
     model = None
@@ -84,14 +84,14 @@ class CachedReference(BatchReference):
         return_logprobs: bool = True,
         ring_attn_group: Any = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the reference's log-probs of a padded batch.
+        """Return the reference's log-probs for a padded batch.
 
         Args:
             input_ids: chosen rows, then rejected rows, (2B, L).
-            attention_mask: 1 where there is a token, (2B, L).
+            attention_mask: 1 at tokens and 0 at padding, (2B, L).
             return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:
-            log-probs as `token_logps` returns them, and an empty output, which has no entry aux_loss.
+            the log-probs that `token_logps` returns, and an empty output, which has no aux_loss entry.
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -1,10 +1,10 @@
-"""Run `openrlhf.cli.train_dpo` with the same arguments and without a reference model.
+"""Run `openrlhf.cli.train_dpo` with the same arguments but without a reference model.
 
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
-OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two names in OpenRLHF's module are replaced, Actor
-and DPOTrainer, which make the models and the trainer. Any launcher can start this module, which runs once in each process.
+OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two classes that the module imports are replaced:
+Actor, which creates the models, and DPOTrainer. Any launcher can start this module, which runs once in each process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 
 import openrlhf.models
 import openrlhf.trainer.dpo_trainer
-import openrlhf.utils.deepspeed  # imported before the patch: its isinstance(model, Actor) needs the real Actor
+import openrlhf.utils.deepspeed  # imported before patching: its isinstance(model, Actor) needs the real Actor
 
 from reflogp.store import UsageError
 from reflogp.trainer.batches.options import read_options, source_of, warn_if_untested
@@ -26,14 +26,14 @@ from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
 from reflogp.trainer.source import ReferenceSource
 
 _MODULE = "openrlhf.cli.train_dpo"
-#: --ds.param_dtype -> reflogp's name of the dtype.
+#: reflogp's dtype names, by the value of --ds.param_dtype.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class ReferenceSlot(NoReferenceModel):
-    """The object that OpenRLHF keeps as its reference until its trainer is made.
+    """A placeholder that OpenRLHF keeps as its reference model until its trainer is created.
 
-    The object has no model, tokenizer or engine that OpenRLHF would have to prepare.
+    The placeholder has no model, tokenizer or engine that OpenRLHF would have to prepare.
     """
 
     model = None
@@ -43,7 +43,7 @@ class Launch:
     """Replacements for Actor and DPOTrainer in `openrlhf.cli.train_dpo`.
 
     Args:
-        options: the command line's options that begin with --reflogp.
+        options: the command-line options that begin with --reflogp.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -53,9 +53,9 @@ class Launch:
         self._source: ReferenceSource | None = None
 
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
-        """Make the policy in the first call; make no model in the second call.
+        """Create the policy on the first call, but no model on the second call.
 
-        The second model would be the reference: only its path and dtype are used, to find the reference's values.
+        The second model would be the reference. Only the path and dtype of this model are used, to find the reference's values.
         """
         if not self._policy_is_made:
             self._policy_is_made = True
@@ -65,7 +65,9 @@ class Launch:
 
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
         if self._source is None:
-            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models differently from 0.11, which reflogp supports")
+            raise UsageError(
+                f"{_MODULE} of the installed OpenRLHF creates models differently: install 0.11, which reflogp supports"
+            )
         return CachedReferenceDPOTrainer(
             *args,
             reference=self._source,
@@ -78,11 +80,11 @@ class Launch:
 
 
 def main() -> None:
-    """Take reflogp's options out of the command line, and run OpenRLHF's module with the others."""
+    """Read reflogp's options from the command line, and run OpenRLHF's module with the other arguments."""
     options, others, parser = read_options(
         "reflogp.trainer.openrlhf.train_dpo",
         sys.argv[1:],
-        model="--ref.model_name_or_path, else the policy's",
+        model="--ref.model_name_or_path, or else the policy's model",
         dtype="--ds.param_dtype",
     )
     if {"-h", "--help"} & set(others):

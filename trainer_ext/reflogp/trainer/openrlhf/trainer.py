@@ -19,27 +19,28 @@ from reflogp.trainer.source import ReferenceSource
 
 
 class CachedReferenceDPOTrainer(DPOTrainer):
-    """OpenRLHF's DPOTrainer whose reference log-probs come from a store or a service.
+    """OpenRLHF's DPOTrainer, with reference log-probs from a store or a service.
 
-    The constructor takes the arguments of DPOTrainer, with ref_model=None, and in addition:
+    The constructor takes the arguments of DPOTrainer, with ref_model=None, and these:
 
     Args:
         reference: where the reference log-probs are stored.
-        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
-        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
-            the stored values before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
-            the dtypes in use (reflogp.trainer.tolerances).
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
+            separate process.
+        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
+            first batch are compared with the stored values before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
+            on the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
     Raises:
         MissingLogpsError, UnusableLogpsError: see `CachedReference`; raised before training begins.
         AuditError, StepZeroError: raised during training, on all processes; see `RunAudit`.
-        RankFailedError: another process has raised one of these.
-        UsageError: an argument contradicts a stored reference.
+        RankFailedError: another process raised one of these errors.
+        UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
-        joins: name of each dataset ("train", "eval") -> what was joined and from where, which is also in reflogp_audit.json in
+        joins: a record of each join, by dataset name ("train", "eval"). The records are also in reflogp_audit.json in
             --ckpt.output_dir.
         audit: the audit of the run.
     """
@@ -88,7 +89,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         elif not self.policy_starts_at_reference:
             self.audit.skip_step_zero("the policy does not start at the reference")
         elif not all(gather(fingerprint(self._policy, with_adapters=True) == self._weights)):
-            self.audit.skip_step_zero("the policy's weights have changed since the trainer was made")
+            self.audit.skip_step_zero("the policy's weights have changed since the trainer was created")
         else:
             self._compares_first_batch = True
         cadence = Cadence(
@@ -103,7 +104,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """Run DPOTrainer's forward pass; compare the first batch with the reference, and count the forward passes."""
+        """Run DPOTrainer's forward pass and count the forward passes; for the first batch, also compare policy and
+        reference."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
@@ -117,7 +119,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     ) -> None:
         """Log and save as DPOTrainer does, but with means over all processes.
 
-        DPOTrainer computes some logged means from the first process alone.
+        DPOTrainer computes some of the logged means on the first process only.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)
@@ -131,12 +133,12 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         return policy
 
     def _saw_loss(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        if self.model.training:  # evaluate() switches training mode off, and makes no step
+        if self.model.training:  # evaluate() turns training mode off and runs no step
             self.audit.saw_loss(*output)
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Compare the policy with the reference on one batch, without dropout."""
+        """Return the differences between the policy's and the reference's sums on one batch, without dropout."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

@@ -1,4 +1,4 @@
-"""Run ms-swift's training pipeline without the reference model, in one process that ms-swift's command has started.
+"""Run ms-swift's training pipeline without the reference model, in a process that ms-swift's command started.
 
 Only the functions that load the reference model and choose the trainer are replaced.
 """
@@ -14,7 +14,7 @@ from unittest import mock
 
 from swift.cli.utils import try_use_single_device_mode
 
-try_use_single_device_mode()  # before torch finds a device, as in `swift.cli.rlhf`
+try_use_single_device_mode()  # called before torch finds a device, as in `swift.cli.rlhf`
 
 from swift.pipelines import rlhf_main  # noqa: E402
 from swift.pipelines.train.rlhf import SwiftRLHF  # noqa: E402
@@ -26,9 +26,9 @@ from reflogp.trainer.batches.options import names_reference, read_options, store
 from reflogp.trainer.swift.trainers import StoredDPOTrainer, StoredKTOTrainer  # noqa: E402
 
 _TRAINERS: dict[str, Callable[..., Any]] = {"dpo": StoredDPOTrainer, "kto": StoredKTOTrainer}
-#: Settings, each with the largest value that is supported with stored values; False is 0.
+#: Settings that stored values support only up to the given value (0 for settings that must be off).
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
-#: Settings with which the reference is not the model of one folder.
+#: Settings that make the reference something other than the model in a single folder.
 _OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
 
 
@@ -36,7 +36,7 @@ class Replacements:
     """Replacements for the functions of ms-swift that load the reference model and choose the trainer.
 
     Args:
-        options: the command line's options that begin with --reflogp.
+        options: the command-line options that begin with --reflogp.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -54,7 +54,7 @@ class Replacements:
         return prepared
 
     def trainer(self, args: Any) -> Callable[..., Any]:
-        """Return a function that makes the trainer for ms-swift's arguments."""
+        """Return a function that creates the trainer for ms-swift's arguments."""
         _require_supported(args)
         return functools.partial(_TRAINERS[args.rlhf_type], stored=stored_reference(self._options, self._reference(args)))
 
@@ -80,19 +80,19 @@ class Replacements:
 
 
 def _require_supported(args: Any) -> None:
-    """Raise UsageError if ms-swift's arguments ask for something that stored values do not support."""
+    """Raise UsageError if ms-swift's arguments request something that stored values do not support."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
         raise UsageError(f"rlhf_type {kind} does not use reference log-probs of given completions: start it with `swift rlhf`")
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:
-            raise UsageError(f"{name} is not supported with stored reference log-probs: switch it off")
+            raise UsageError(f"{name} is not supported with stored reference log-probs: turn it off")
 
 
 def main() -> None:
     """Run ms-swift's pipeline with the options of the command that started this process."""
-    options, others, _ = read_options("reflogp.trainer.swift.process", sys.argv[1:], model="--ref_model, else --model")
+    options, others, _ = read_options("reflogp.trainer.swift.process", sys.argv[1:], model="--ref_model, or else --model")
     sys.argv[1:] = others
     replacements = Replacements(options)
     with (

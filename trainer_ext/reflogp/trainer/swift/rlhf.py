@@ -1,9 +1,9 @@
-"""Run ms-swift's DPO or KTO training with the same settings and without a reference model.
+"""Run ms-swift's DPO or KTO training with the same settings but without a reference model.
 
     swift rlhf --rlhf_type dpo …                                           becomes
     python -m reflogp.trainer.swift.rlhf --reflogp.store ./logps --rlhf_type dpo …
 
-ms-swift's own command runs and starts the processes that train, with torchrun in the same cases as before. The only difference
+ms-swift's own command runs and starts the training processes, using torchrun in the same cases as before. The only difference
 is that each process runs `reflogp.trainer.swift.process`.
 """
 
@@ -19,8 +19,8 @@ _MODULE = "reflogp.trainer.swift.rlhf"
 
 
 def main() -> None:
-    """Take reflogp's options out of the command line, and run ms-swift's command with the others."""
-    options, others, parser = read_options(_MODULE, sys.argv[1:], model="--ref_model, else --model")
+    """Read reflogp's options from the command line, and run ms-swift's command with the other arguments."""
+    options, others, parser = read_options(_MODULE, sys.argv[1:], model="--ref_model, or else --model")
     if {"-h", "--help"} & set(others):
         parser.print_help()
         print("\nOther arguments are those of `swift rlhf`.")

@@ -12,19 +12,19 @@ from reflogp.store import UsageError
 from reflogp.trainer.batches.in_trainer import BatchReferenceMixin, StoredReference
 from reflogp.trainer.batches.sequences import TokenIds, labelled
 
-#: Names of the tensors of an encoded row of text, without the prefix `chosen_` or `rejected_`.
+#: Names of the tensors in an encoded row of text, without the prefix `chosen_` or `rejected_`.
 _OF_TEXT = frozenset({"input_ids", "labels", "loss_scale", "attention_mask", "token_type_ids", "position_ids"})
-#: Columns of a row before encoding that hold no text.
+#: Columns of unencoded rows that contain media instead of text.
 _MEDIA = ("images", "videos", "audios")
 
 
 class EncodedRows:
-    """A TokenDataset made from a dataset of ms-swift, which encodes a row when it is read.
+    """A TokenDataset that reads an ms-swift dataset, which encodes each row when the row is read.
 
-    A row has a sequence for each prefix of its columns, `chosen_` and `rejected_`. For KTO, the sequence of `rejected_` is the
-    KL sequence.
+    A row has one sequence for each column prefix, `chosen_` and `rejected_`. For KTO, the `rejected_` sequence is the KL
+    sequence.
 
-    Raises UsageError for rows with images, videos or sounds, in the constructor or while the rows are read.
+    Raises UsageError for rows with images, videos or audio, in the constructor or while the rows are read.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -32,7 +32,7 @@ class EncodedRows:
         raw: Any = getattr(dataset, "dataset", None)  # a LazyLLMDataset has this attribute
         for column in set(_MEDIA) & set(getattr(raw, "column_names", None) or ()):
             if any(_has(value) for value in raw[column]):
-                raise UsageError(f"the dataset has {column}: for ms-swift, stored values are of text alone")
+                raise UsageError(f"the dataset has {column}, but with ms-swift, stored values are supported only for text")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -42,7 +42,7 @@ class EncodedRows:
             row = self._dataset[number]
             others = [name for name in row if _without_side(name) not in _OF_TEXT and _is_tensor(row[name])]
             if others:
-                raise UsageError(f"row {number} has {others[0]}: for ms-swift, stored values are of text alone")
+                raise UsageError(f"row {number} has {others[0]}, but with ms-swift, stored values are supported only for text")
             sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
             yield [labelled(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
 
@@ -60,7 +60,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Stored(BatchReferenceMixin):
-    """A mixin with the code that the DPO and the KTO trainer share.
+    """A mixin with the code that the DPO and KTO trainers share.
 
     Args:
         stored: where the values are stored, and what to check.
@@ -83,7 +83,7 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
     """ms-swift's DPO trainer, with reference log-probs from a store or a service."""
 
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
-        """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each."""
+        """Return the stored sums for a batch: (chosen, rejected), float32 (B,) each."""
         sums, tokens = self._sums(batch, "")
 
         def policy() -> torch.Tensor:
@@ -98,7 +98,7 @@ class StoredKTOTrainer(_Stored, KTOTrainer):
     """ms-swift's KTO trainer, with reference log-probs from a store or a service."""
 
     def get_batch_loss_metrics(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Compute the loss with the stored sums of the batch, in the columns that TRL reads."""
+        """Add the batch's stored sums under the column names that TRL reads, then compute the loss."""
         label = torch.tensor(batch["label"])
         own, own_tokens = self._sums(batch, "completion_")
         given, sums, tokens = {"reference_logps": own}, [own[label], own[~label]], [own_tokens[label], own_tokens[~label]]
