@@ -117,7 +117,7 @@ def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
     with sqlite3.connect(newer) as database:
         database.execute("pragma user_version = 2")
     damaged.write_bytes(b"no database at all" * 1000)
-    with pytest.raises(UsageError, match="newer reflogp"):
+    with pytest.raises(UsageError, match="newer version of reflogp"):
         Ledger(newer)
     with pytest.raises(UsageError, match="is not a ledger of jobs"):
         Ledger(damaged)

@@ -91,11 +91,11 @@ def test_a_damaged_shard_is_named_the_rest_is_served_and_a_repair_drops_only_it(
     assert damaged.snapshot_number() == version
     found = verify(damaged)
     assert [(d.file, d.rows) for d in found] == [(shard.name, 1000)]
-    mended = repair(damaged, found)
-    assert not verify(mended)
-    assert lengths(mended, keys_a) == lengths(mended, keys_c) == {10}
-    assert lengths(mended, keys_b) == {-1}
-    assert mended.append(some_rows(1000, 1000, values=10)[1]).written == 1000
+    repaired = repair(damaged, found)
+    assert not verify(repaired)
+    assert lengths(repaired, keys_a) == lengths(repaired, keys_c) == {10}
+    assert lengths(repaired, keys_b) == {-1}
+    assert repaired.append(some_rows(1000, 1000, values=10)[1]).written == 1000
 
 
 def test_verify_notices_any_byte(table):
@@ -163,11 +163,11 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
     with pytest.warns(StoreDamageWarning):
         found = verify(reopened(table))
     assert [d.file for d in found] == [f"_delta_log/{version:020}.json"]
-    mended = repair(damaged, found)
-    assert not verify(mended)
+    repaired = repair(damaged, found)
+    assert not verify(repaired)
     expected = [{-1} if i == version and where == "cut" else {10} for i in (1, 2, 3)]
-    assert [lengths(mended, keys) for keys, _ in commits] == expected
-    assert mended.append(some_rows(0, 3000, values=10)[1]).written == 1000 * expected.count({-1})
+    assert [lengths(repaired, keys) for keys, _ in commits] == expected
+    assert repaired.append(some_rows(0, 3000, values=10)[1]).written == 1000 * expected.count({-1})
 
 
 def test_a_path_that_changed_in_the_log_is_noticed_and_put_right(three_shards):
@@ -182,9 +182,9 @@ def test_a_path_that_changed_in_the_log_is_noticed_and_put_right(three_shards):
         assert lengths(damaged, commits[1][0]) == {-1}
     found = verify(damaged)
     assert f"_delta_log/{2:020}.json" in [d.file for d in found]
-    mended = repair(damaged, found)
-    assert not verify(mended)
-    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+    repaired = repair(damaged, found)
+    assert not verify(repaired)
+    assert [lengths(repaired, keys) for keys, _ in commits] == [{10}] * 3
 
 
 def test_a_damaged_compaction_entry_keeps_every_row(three_shards):
@@ -194,9 +194,9 @@ def test_a_damaged_compaction_entry_keeps_every_row(three_shards):
     with pytest.warns(StoreDamageWarning, match=f"{4:020}"):
         damaged = reopened(table)
     assert [lengths(damaged, keys) for keys, _ in commits] == [{10}] * 3
-    mended = repair(damaged, verify(damaged))
-    assert not verify(mended)
-    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+    repaired = repair(damaged, verify(damaged))
+    assert not verify(repaired)
+    assert [lengths(repaired, keys) for keys, _ in commits] == [{10}] * 3
 
 
 @pytest.fixture
@@ -224,10 +224,10 @@ def test_a_damaged_checkpoint_is_served_from_the_entries_and_deleted_by_a_repair
         assert len(damaged.snapshot()) == 101
         found = verify(damaged)
     assert found
-    mended = repair(damaged, found)
-    assert not verify(mended)
-    assert len(mended.snapshot()) == 101
-    assert mended.append(some_rows(500, 1)[1]).written == 1
+    repaired = repair(damaged, found)
+    assert not verify(repaired)
+    assert len(repaired.snapshot()) == 101
+    assert repaired.append(some_rows(500, 1)[1]).written == 1
 
 
 def test_a_checkpoint_that_lacks_a_shard_is_noticed_before_anything_is_deleted(with_checkpoint):
@@ -242,9 +242,9 @@ def test_a_checkpoint_that_lacks_a_shard_is_noticed_before_anything_is_deleted(w
         vacuum(damaged, 0, alone=True)
     found = verify(damaged)
     assert any(damage.file.endswith(checkpoint.name) for damage in found)
-    mended = repair(damaged, found)
-    assert len(mended.snapshot()) == 101
-    assert not verify(mended)
+    repaired = repair(damaged, found)
+    assert len(repaired.snapshot()) == 101
+    assert not verify(repaired)
 
 
 def test_vacuum_spares_what_a_repair_can_bring_back(three_shards):
@@ -256,8 +256,8 @@ def test_vacuum_spares_what_a_repair_can_bring_back(three_shards):
     damaged = reopened(table)
     with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
         vacuum(damaged, 0, alone=True)
-    mended = repair(damaged, verify(damaged))
-    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+    repaired = repair(damaged, verify(damaged))
+    assert [lengths(repaired, keys) for keys, _ in commits] == [{10}] * 3
 
 
 def test_maintenance_on_a_damaged_log_is_refused_before_anything_is_written(three_shards):
@@ -282,8 +282,8 @@ def test_a_repair_does_not_bless_a_shard_that_was_altered(three_shards):
     flip(entry(table, 2), text.index('"add"') + 8)
     with pytest.warns(StoreDamageWarning):
         damaged = reopened(table)
-    mended = repair(damaged, verify(damaged))
-    assert [lengths(mended, keys) for keys, _ in commits] == [{10}, {-1}, {10}]
+    repaired = repair(damaged, verify(damaged))
+    assert [lengths(repaired, keys) for keys, _ in commits] == [{10}, {-1}, {10}]
 
 
 def test_a_setting_that_was_altered_is_damage_and_mended(three_shards):
@@ -292,8 +292,8 @@ def test_a_setting_that_was_altered_is_damage_and_mended(three_shards):
     first.write_text(first.read_text().replace('"reflogp.format":"1"', '"reflogp.format":"q"'))
     with pytest.warns(StoreDamageWarning, match=f"{0:020}"):
         damaged = reopened(table)
-    mended = repair(damaged, verify(damaged))
-    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+    repaired = repair(damaged, verify(damaged))
+    assert [lengths(repaired, keys) for keys, _ in commits] == [{10}] * 3
     assert not verify(reopened(table))
 
 

@@ -48,7 +48,7 @@ def report(
         print_json(summary.as_dict())
     else:
         for finding in summary.findings:
-            if finding["kind"] in ("mend", "look"):
+            if finding["kind"] in ("fix", "check"):
                 out.print(f"{finding['kind']}: {finding['text']}")
         out.print(
             f"{summary.output} ({summary.with_values:,} of {summary.rows:,} rows with values, snapshot {summary.snapshot})"

@@ -76,7 +76,7 @@ def _described(table: LogprobTable) -> dict[str, Any]:
 def verify_(
     uri: Uri,
     reference: ReferenceId = None,
-    mend: Annotated[
+    with_repair: Annotated[
         bool,
         typer.Option(
             "--repair",
@@ -100,16 +100,16 @@ def verify_(
         for damage in found:
             rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
             err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red")
-        if found and mend:
-            mended = repair(table, found)
-            rows_now = mended.totals()[1]
+        if found and with_repair:
+            table_now = repair(table, found)
+            rows_now = table_now.totals()[1]
             err.print(
-                f"repaired {name}: {rows_now:,} rows in snapshot {mended.snapshot_number()}; score the dropped rows again"
+                f"repaired {name}: {rows_now:,} rows in snapshot {table_now.snapshot_number()}; score the dropped rows again"
             )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
     damaged = [damage for found in tables.each(check) for damage in found]
-    repaired = mend and bool(damaged)
+    repaired = with_repair and bool(damaged)
     if as_json:
         print_json({"store": store.uri, "damaged": damaged, "repaired": repaired, "failed": tables.failed})
     elif not damaged:

@@ -117,7 +117,7 @@ def check_output(path: str | Path) -> Path:
     """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
-        raise UsageError(f"the output {path} would be a Parquet file; give it a name that ends in .parquet")
+        raise UsageError(f"the output {path} would be a Parquet file, so its name must end in .parquet")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is not a folder")
     return output

@@ -112,7 +112,7 @@ def join_dataset(
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store, output=output)
     target = Path(output)
     if target.suffix != ".parquet":
-        raise UsageError(f"the output {output} would be a Parquet file; give it a name that ends in .parquet")
+        raise UsageError(f"the output {output} would be a Parquet file, so its name must end in .parquet")
     if any(target.exists() and target.samefile(file) for file in source.files):
         raise UsageError(f"the output {output} is the dataset itself; give it another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")

@@ -124,7 +124,7 @@ class Ledger:
         patience_seconds: how long a failing call is retried before it raises LedgerError.
 
     Raises:
-        UsageError: the file was written by a newer reflogp, is not a ledger, is damaged, or stays unusable for
+        UsageError: the file was written by a newer version of reflogp, is not a ledger, is damaged, or stays unusable for
             `patience_seconds`.
     """
 

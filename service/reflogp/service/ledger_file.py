@@ -119,7 +119,7 @@ class LedgerFile:
         failures: number of attempts that have failed so far.
 
     Raises:
-        UsageError: the file was written by a newer reflogp, is not a database, is damaged, or stays unusable for
+        UsageError: the file was written by a newer version of reflogp, is not a database, is damaged, or stays unusable for
             `patience_seconds`.
     """
 
@@ -249,7 +249,8 @@ class LedgerFile:
                     db.execute("pragma journal_mode = wal")
                     if db.execute("pragma user_version").fetchone()[0] > self._version:
                         raise UsageError(
-                            f"{self._file} was written by a newer reflogp: upgrade reflogp, or use a different state folder"
+                            f"{self._file} was written by a newer version of reflogp: upgrade reflogp, or use a "
+                            "different state folder"
                         )
                     _check_pages(db)
                     db.executescript(f"{self._schema};{_OWNER}")

@@ -105,13 +105,13 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
         _mend_log(table.filesystem, [damage.file for damage in damages if damage.file.startswith(log.FOLDER)])
     except storage.STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be repaired: {storage.sentence(error)}") from error
-    mended = table.reopened()
-    damaged = {damage.file for damage in (verify(mended) if damages else [])} & mended.shards().keys()
+    repaired = table.reopened()
+    damaged = {damage.file for damage in (verify(repaired) if damages else [])} & repaired.shards().keys()
     if damaged:
-        mended.replace(sorted(damaged), [])
+        repaired.replace(sorted(damaged), [])
     if any(damage.problem == log.GONE for damage in damages):
-        _bring_back(mended)
-    return mended
+        _bring_back(repaired)
+    return repaired
 
 
 def _bring_back(table: LogprobTable) -> None:
@@ -147,7 +147,7 @@ def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
             storage.write_file(filesystem, f"{_DAMAGED_FOLDER}/{version:020}-{int(time.time())}.json", data)
         if version == 0:
             entry.lines = _first_entry() + [line for line in entry.lines if not line.keys() & {"protocol", "metaData"}]
-        storage.write_file(filesystem, log.entry_path(version), log.mended(entry, whole, int(time.time() * 1000)))
+        storage.write_file(filesystem, log.entry_path(version), log.repaired(entry, whole, int(time.time() * 1000)))
     for path in log.checkpoints(filesystem):
         filesystem.delete_file(path)
 

@@ -4,7 +4,7 @@ ReflogpError                    base class of all errors in all packages: the co
 ├── UsageError                  an argument is invalid: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
 └── StoreError                  something is wrong with the store or with a checkpoint
-    ├── StoreFormatError        the store was written by a newer reflogp
+    ├── StoreFormatError        the store was written by a newer version of reflogp
     ├── StoreUnavailableError   the store cannot be opened, read or written
     ├── DamagedStoreError       parts of the store are damaged, but the call needs all of it
     ├── ReferenceNotFoundError  the store has no values for this reference model

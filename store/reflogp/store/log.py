@@ -221,7 +221,7 @@ def checked(
     return replayed
 
 
-def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
+def repaired(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
     """Return new content for a damaged entry: its readable parts, and all undamaged shards that its bytes name.
 
     Args:

@@ -281,7 +281,7 @@ class FileValues:
         except FileNotFoundError as error:
             raise UsageError(f"there is no file {location}") from error
         except (KeyError, ValueError, TypeError, OSError) as error:
-            raise UsageError(f"{location} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
+            raise UsageError(f"{location} is not a Parquet file that `reflogp join` or a job wrote: {error!r}") from error
         if reference_id not in (None, values.where.reference_id):
             raise UsageError(f"{location} contains values of reference {values.where.reference_id}, not {reference_id}")
         if snapshot not in (None, values.where.snapshot):

@@ -161,7 +161,7 @@ class RowSource:
             except OSError:
                 same = False
             if not same:
-                raise FileChangedError(f"{file} was changed or replaced while it was read; run again")
+                raise FileChangedError(f"{file} was changed or replaced while it was being read; run again")
 
     def count(self) -> int:
         """Return the number of rows, including unreadable rows.

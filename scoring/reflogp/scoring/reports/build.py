@@ -59,7 +59,7 @@ class ReportSummary:
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: kind of outlier -> number of examples.
         truncation: effect of each compared max_length (see `truncation.Cut`).
-        findings: the findings at the top of the page, with `kind` ("mend", "look", "fact" or "good"), `text` and `command`.
+        findings: the findings at the top of the page, with `kind` ("fix", "check", "fact" or "good"), `text` and `command`.
         seconds: elapsed time.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
         snapshot: number of the snapshot that the values were read from.
@@ -99,7 +99,7 @@ class ReportSummary:
         return short_repr(
             "ReportSummary",
             f"{self.with_values:,} of {counted(self.examples, 'example')} with values{accuracy}",
-            *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("mend", "look")),
+            *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("fix", "check")),
             f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store} ({self.seconds:.1f} s)",
             self.output,
         )
@@ -161,7 +161,7 @@ def write_report(
         *findings.duplicate_findings(duplicates, coverage.examples, noun),
         *findings.outlier_findings(outliers, coverage.with_values),
     ]
-    said.sort(key=lambda finding: ("mend", "look", "fact", "good").index(finding.kind))
+    said.sort(key=lambda finding: ("fix", "check", "fact", "good").index(finding.kind))
     near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in alike[:_SHOWN]]

@@ -18,9 +18,9 @@ from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import percent
 
-#: mend: something is wrong or missing. look: check this before training. good: this was checked, and no problem was found.
+#: fix: something is wrong or missing. check: check this before training. good: this was checked, and no problem was found.
 #: fact: a number without a judgment.
-Kind = Literal["mend", "look", "good", "fact"]
+Kind = Literal["fix", "check", "good", "fact"]
 
 #: Thresholds for fractions. A fraction at or above one of the first three is worth checking; accuracies below _SWAPPED suggest
 #: that columns are swapped.
@@ -48,11 +48,11 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
     """
     found = []
     if repair:
-        found.append(Finding("mend", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
+        found.append(Finding("fix", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
         rest = "The log-probs below are for the other rows." if coverage.with_values else "The numbers below need no values."
-        found.append(Finding("mend", f"{of} {rest} Score the missing rows:", score))
+        found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped because of max_length" if coverage.dropped else ""
         text = (
@@ -63,7 +63,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         row, problem = coverage.problems[0]
         found.append(
             Finding(
-                "mend",
+                "fix",
                 f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Fix or "
                 "remove these rows; up to a hundred of them are listed under Coverage.",
             )
@@ -71,7 +71,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
     if coverage.bare:
         found.append(
             Finding(
-                "look",
+                "check",
                 f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt. The first completion "
                 "token then serves as context and has no value, as in TRL's loss.",
             )
@@ -89,7 +89,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
     if middle < even:
         return [
             Finding(
-                "mend",
+                "fix",
                 f"{said}. That is worse than uniform guessing among the vocabulary's {vocabulary:,} tokens ({_nats(even)}). "
                 "Check that this is the intended model and that it uses its own chat template.",
             )
@@ -108,7 +108,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             f"{percent(preference.per_token_right, preference.pairs)} if means per token are compared. "
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
-            found.append(Finding("mend", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
+            found.append(Finding("fix", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
         else:
             text += "50% is chance. This does not rate the data, because DPO's loss compares the policy with the reference."
             found.append(Finding("fact", text))
@@ -127,7 +127,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         if longer >= _MUCH_LONGER:
             found.append(
                 Finding(
-                    "look",
+                    "check",
                     f"{said}. Length alone predicts much of the preference: watch the length of the policy's outputs.",
                 )
             )
@@ -138,7 +138,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
     if alike:
         found.append(
             Finding(
-                "look" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
+                "check" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
                 f"In {_of(alike, len(collected.rows), 'pair')}, chosen and rejected hardly differ: at least {ALIKE:.0%} of "
                 "their tokens are the same and in the same order.",
             )
@@ -151,7 +151,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     found = []
     if preference.without:
         found.append(
-            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs a label in each row.")
+            Finding("fix", f"{preference.without:,} rows have no label that is true or false. KTO needs a label in each row.")
         )
     desirable, undesirable = preference.desirable, preference.undesirable
     said = f"{desirable:,} completions are desirable, {undesirable:,} are not."
@@ -162,12 +162,12 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
         else:
             found.append(
                 Finding(
-                    "look",
+                    "check",
                     f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f}.",
                 )
             )
     elif desirable or undesirable:
-        found.append(Finding("mend", f"{said} KTO compares the two kinds, but one of them is missing."))
+        found.append(Finding("fix", f"{said} KTO compares the two kinds, but one of them is missing."))
     if preference.desirable_higher is not None:
         found.append(
             Finding(
@@ -203,7 +203,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         text += f"Of the cut pairs, {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
     text += f"A max_length of {enough:,} would leave 99% of the {noun}s uncut."
     much = (at.touched + at.dropped) / at.examples >= _MUCH_CUT or at.same
-    return [Finding("look" if much else "fact", text)]
+    return [Finding("check" if much else "fact", text)]
 
 
 def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
@@ -212,7 +212,7 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
     if duplicates.identical:
         found.append(
             Finding(
-                "mend",
+                "fix",
                 f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical, so training can learn "
                 "nothing from them. Remove these pairs.",
             )
@@ -221,19 +221,19 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
         kind = "with chosen and rejected swapped" if noun == "pair" else "with the opposite label"
         found.append(
             Finding(
-                "mend",
+                "fix",
                 f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one.",
             )
         )
     if duplicates.exact:
         found.append(
             Finding(
-                "look", f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier one token for token."
+                "check", f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier one token for token."
             )
         )
     if duplicates.near:
         text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier one."
-        found.append(Finding("look", text))
+        found.append(Finding("check", text))
     return found or [Finding("good", f"No {noun} repeats another one, exactly or nearly.")]
 
 
@@ -244,14 +244,14 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
     if not kinds:
         return [Finding("good", "No row is an outlier by the rules in the section Outliers.")]
     said = ", ".join(f"{kind.count:,} of the kind “{kind.name}”" for kind in kinds)
-    return [Finding("look", f"Outliers were found: {said}. The section Outliers shows the most extreme rows of each kind.")]
+    return [Finding("check", f"Outliers were found: {said}. The section Outliers shows the most extreme rows of each kind.")]
 
 
 def verdict(findings: list[Finding]) -> str:
     """Return a one-line summary of all findings."""
-    mend, look = (sum(finding.kind == kind for finding in findings) for kind in ("mend", "look"))
-    parts = [f"{mend} to mend"] if mend else []
-    parts += [f"{look} worth a look"] if look else []
+    fix, check = (sum(finding.kind == kind for finding in findings) for kind in ("fix", "check"))
+    parts = [f"{fix} to fix"] if fix else []
+    parts += [f"{check} to check"] if check else []
     return " · ".join(parts) or "No problems found"
 
 
