@@ -126,9 +126,7 @@ class OnlineScoring:
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
-            raise UsageError(
-                f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports only temperature 1"
-            )
+            raise UsageError(f"temperature {temperature}: the engine of {reference!r} supports only temperature 1")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
