@@ -42,7 +42,7 @@ def test_a_job_outlives_vllm_and_online_requests_are_answered_beside_it(model, p
         killing.start()
         scores = client.score("sft", [[5, 6, 7]], [[8, 9]])
         assert np.abs(scores.token_logps[0] - plain_token_logps(plain_model, [5, 6, 7], [8, 9])).max() <= 1e-5
-        with pytest.raises(RequestRefusedError, match=r"temperature 0\.7: the engine of 'sft' is vLLM"):
+        with pytest.raises(RequestRefusedError, match=r"temperature 0\.7: the engine of 'sft' supports only temperature 1"):
             client.score("sft", [[5, 6, 7]], [[8, 9]], temperature=0.7)
         done = client.watch(job.id)
         killing.join()

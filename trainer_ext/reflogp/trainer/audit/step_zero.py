@@ -21,6 +21,10 @@ _CAUSES = (
     "the chat template or tokenizer differs, but its tokens happen to have the same ids; the values were truncated in a way "
     "that the policy's collator does not truncate; the stored values are not what was scored (run `reflogp store verify`)"
 )
+_CAUSES_WITH_A_SERVICE = (
+    "Likely causes: the stored values are not what was scored (run `reflogp store verify`); the joined file belongs to other "
+    "rows"
+)
 _OTHER_DTYPE = " the values were scored in another dtype (the store says {reference}, the policy computes in {policy});"
 _UNTRUE_DTYPE = " the values were scored in a dtype other than {reference}, which the store names;"
 
@@ -77,13 +81,14 @@ class StepZero:
             scorer: what computed the log-probs that were compared: "policy" or "service".
         """
         if not self.passed:
+            causes = _CAUSES if scorer == "policy" else _CAUSES_WITH_A_SERVICE
             same = self.reference_dtype == self.policy_dtype
             dtypes = (_UNTRUE_DTYPE if same else _OTHER_DTYPE).format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
                 f"the {scorer}'s log-probs of {what} differ from the joined reference log-probs by up to "
                 f"{self.max_difference:.4g} nats "
                 f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
-                "average). " + _CAUSES.format(dtype=dtypes),
+                "average). " + causes.format(dtype=dtypes),
                 "step_zero",
             )
 
