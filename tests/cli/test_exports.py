@@ -376,7 +376,7 @@ def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata,
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "nowhere.json"), "cannot be read"),
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "list.json"), "not a JSON object"),
         (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "few.json"), "lacks tokenizer, max_seq_length"),
-        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "other.json"), "of 99 pairs"),
+        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "other.json"), "for 99 pairs"),
         (("--as", "fairseq2", "-o", "pairs.json"), ".jsonl"),
         ((*FAIRSEQ2, "--hash", HASH), "--hash does not apply to --as fairseq2"),
         (("--as", "trl", "-o", "x"), "trl"),
@@ -463,7 +463,11 @@ def test_help_teaches_what_the_values_belong_to(reflogp, monkeypatch):
     code, out, _ = reflogp("export", "--help")
     said = " ".join(out.replace("│", " ").split())
     assert code == DONE
-    for words in ("A value belongs to exact tokens", "Reference logprobs cache path", "expected_scoring_metadata"):
+    for words in (
+        "Each value belongs to an exact sequence of tokens",
+        "Reference logprobs cache path",
+        "expected_scoring_metadata",
+    ):
         assert words in said
 
 

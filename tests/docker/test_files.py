@@ -105,7 +105,7 @@ def test_the_bucket_is_made_and_found_again(tmp_path):
         )
         assert server.get_file_info("made-here").type == pafs.FileType.Directory
         done = run("make_bucket.py", **{**environment, "REFLOGP_STORE": "/store"})
-        assert done.returncode == 1 and "give s3://BUCKET/FOLDER" in done.stderr
+        assert done.returncode == 1 and "use the form s3://BUCKET/FOLDER" in done.stderr
 
 
 @pytest.mark.slow

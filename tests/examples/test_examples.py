@@ -138,7 +138,7 @@ def test_fsdp_shards_the_policy_over_two_processes(run, few, tmp_path):
 
 
 def test_fsdp_says_what_to_run_first(run, few):
-    with pytest.raises(AssertionError, match=r"run `python examples/fsdp\.py --prepare` first"):
+    with pytest.raises(AssertionError, match=r"first run `python examples/fsdp\.py --prepare`"):
         run("fsdp", *few)
 
 

@@ -219,7 +219,7 @@ def test_what_no_request_may_take_and_what_others_hold(monkeypatch):
         first, second = Reservation(memory), Reservation(memory)
         with pytest.raises(Problem) as caught:
             await first.reserve(60 * MIB)
-        assert caught.value.status == 413 and "several requests" in caught.value.next_step
+        assert caught.value.status == 413 and "split the request" in caught.value.next_step
         await first.reserve(50 * MIB)
         with pytest.raises(Problem) as caught:
             await second.reserve(20 * MIB)
