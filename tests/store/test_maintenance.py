@@ -253,7 +253,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
-    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json has a different sha256"):
+    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: its sha256 is not the one in contents\.json"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     (tmp_path / "shared" / "contents.json").unlink()  # exports of older versions had no such file
     with pytest.raises(UsageError, match="logp_sum is not the sum"):

@@ -114,8 +114,8 @@ class Client:
             cache_read: whether to use the values that the store has, and compute only the missing ones.
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. A slow connection may add to this time. With None, the client waits up to 10
-                minutes (or up to its own `timeout`) for each response.
+                and retries with their pauses; a slow connection can make the call last longer. If `deadline` is None, the
+                client waits up to 10 minutes (or up to its own `timeout`) for each response.
             attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
                 padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padded completion tokens
                 have values too. The values of such sequences are never looked up in the store or written to it.
@@ -139,7 +139,7 @@ class Client:
         Args:
             path: a file whose suffix determines its format: .jsonl, .json or .csv (also followed by .gz, .bz2, .zst or .lz4),
                 .parquet or .arrow.
-            name: name of the file on the service, with such a suffix. The default is the file's own name, preceded by the first
+            name: name of the file on the service, with such a suffix; by default, the file's own name, preceded by the first
                 characters of its digest, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
@@ -199,8 +199,8 @@ class Client:
 
         Args:
             state: return only jobs in this state.
-            before: return only jobs older than the job with this id. To get the next page, pass the current page's
-                `next_before`.
+            before: return only jobs older than the job with this id; for the next page, this is the `next_before` of the
+                current page.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
@@ -264,11 +264,13 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        Timeouts, reconnects and errors work as in `watch`.
+        Waiting continues after lost connections and after restarts of the service. The errors are those of `watch`, except
+        JobFailedError.
 
         Args:
             job: id of the job.
-            timeout: as in `watch`.
+            timeout: number of seconds to wait, or None to wait until the job ends or the service has not responded for 10
+                minutes.
         """
         following = Following(job, self.url, timeout)
         while not following.ended:
@@ -302,7 +304,7 @@ class Client:
         Args:
             job: id of the job.
             on_change: a function that is called with the job at the start and after every change.
-            timeout: number of seconds to wait. With None, wait until the job ends or the service has not responded for 10
+            timeout: number of seconds to wait, or None to wait until the job ends or the service has not responded for 10
                 minutes.
             check: whether to raise JobFailedError if the job fails or is cancelled.
 
@@ -370,9 +372,9 @@ class AsyncClient:
     """The asyncio version of `Client`: use it in `async with`, await its methods, and iterate over `events` with `async for`.
 
     Args:
-        url: as in `Client`.
-        token: as in `Client`.
-        timeout: as in `Client`.
+        url: URL of the service, as `reflogp serve` prints it.
+        token: bearer token, or None to use $REFLOGP_TOKEN; not needed if the service runs on loopback without tokens.
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
 
     Examples:
         >>> import asyncio

@@ -41,7 +41,7 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[tuple[str, str]]:
-        """Return (event, data) for every event that this chunk completes."""
+        """Return the name and the data of every event that this chunk completes."""
         *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be the first half of \r\n
         found = []
         for line in lines:

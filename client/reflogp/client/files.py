@@ -59,7 +59,10 @@ class LocalFile:
             raise UsageError(f"{self.path} changed while it was being sent; send it again when it is complete")
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the same chunks as `chunks`, which are read outside the event loop's thread."""
+        """Yield the file's bytes in chunks, each of which is read outside the event loop's thread.
+
+        Raises UsageError if the file's size has changed.
+        """
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
@@ -69,7 +72,7 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     """Read a file to compute its digest, and return it as a file to upload.
 
     Args:
-        name: name under which a service will keep the file. The default is the file's own name, preceded by the first
+        name: name under which a service will keep the file; by default, the file's own name, preceded by the first
             characters of its digest, so that different files with the same name do not replace each other.
 
     Raises:

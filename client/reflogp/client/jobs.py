@@ -45,7 +45,7 @@ def report_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def checked(job: Job, check: bool) -> Job:
-    """Return the job. With `check`, raise JobFailedError if the job is not done."""
+    """Return the job unchanged, or raise JobFailedError if `check` is True and the job is not done."""
     if check and job.state != "done":
         raise JobFailedError(job)
     return job
@@ -123,7 +123,7 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return it once it is cancelled or about to be cancelled.
+    """Cancel a job, and return it as the service describes it; a running job may not have ended yet.
 
     The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """

@@ -41,7 +41,7 @@ class ServiceUri:
     Attributes:
         uri: the URI of the dataset, with or without a query. For a dataset on the Hugging Face Hub,
             hf://datasets/ORGANISATION/NAME reads one split, and hf://datasets/ORGANISATION/NAME/FILE reads one file. Both forms
-            can have @REVISION after the name.
+            can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
 
     Examples:
@@ -187,7 +187,7 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: id of the reference that scores the dataset, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: the dataset's split and config, and one of upload, path and uri (without its query). Empty if another token
+        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if another token
             submitted the job and the client's token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.

@@ -105,9 +105,9 @@ class Lookup:
     """The values that a store has for n keys.
 
     Attributes:
-        lengths: number of stored values for each key, int32 (n,); -1 for a miss.
-        sums: sum of each key's values in nats, float64 (n,), or NaN for a miss.
-        token_logps: list of n float32 arrays, with None for a miss. The attribute is None if values were not requested.
+        lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
+        sums: sum of each key's values in nats, float64 of shape (n,), or NaN for a miss.
+        token_logps: list of n float32 arrays, with None for a miss; None instead of a list if values were not requested.
         reference_id: id of the reference whose values were looked up.
         snapshot: number of the snapshot.
 
@@ -245,7 +245,7 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return only the entries of a response that are fields of the dataclass `kind`; a newer service may send others."""
+    """Return only the entries of a response that are fields of the dataclass `kind`; a newer service may send more."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 

@@ -163,7 +163,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the number of tokens before each sequence, followed by the total number, int64 (n + 1,)."""
+    """Return the number of tokens before each sequence, followed by the total number, int64 of shape (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)

@@ -48,7 +48,7 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor is converted to the model's dtype when it is loaded."""
+        """Whether the tensor has a floating-point dtype and is therefore converted to the model's dtype when it is loaded."""
         return self.dtype.startswith(("F", "BF"))
 
 
@@ -87,7 +87,11 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Reread the config, index and adapter config with `read`, and return True if they match this checkpoint."""
+        """Return True if the config, the weight index and the adapter config, read again, match this checkpoint.
+
+        Args:
+            read: functions that return the content of a file, by path.
+        """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
                 return False
@@ -105,7 +109,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     Args:
         model: a folder, which is returned unchanged, or a hub id.
         revision: revision of a hub model, or None for the main branch.
-        weights: whether to download a hub model's weights. If False, only its config, tokenizer and code files are downloaded.
+        weights: whether to download a hub model's weights, and not only its config, tokenizer and code files.
 
     Returns:
         The folder.
@@ -204,9 +208,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
             raise CheckpointError(f"{index} cannot be read: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise CheckpointError(
-                f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:5])}"
-            )
+            raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:5])}")
         return tuple(folder / name for name in names)
     single = folder / "model.safetensors"
     if single.is_file():

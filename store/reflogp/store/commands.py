@@ -68,7 +68,10 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the block fails because nothing has been scored yet, add the scoring command to the error message."""
+    """A context manager for code that looks up values.
+
+    If the code fails because nothing has been scored yet, the command line `command` is added to the error message.
+    """
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

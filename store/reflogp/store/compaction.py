@@ -1,7 +1,7 @@
 """Compact and vacuum a table: merge many shards into a few sorted shards with no common keys, and delete old shards.
 
 Compaction uses bounded memory: the range of keys is divided into parts, and one part at a time is read, sorted and written.
-Because every shard is sorted, the rows of one part are in consecutive row groups of each shard.
+Because every shard is sorted, the rows of one such part are in consecutive row groups of each shard.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Compacted:
         shards_before, shards_after: number of shards in the table before and after the compaction.
         rows: number of rewritten rows; 0 if there was nothing to do.
         duplicates: number of rows dropped because a longer row has the same key.
-        won: whether all merges were committed. If not, another process compacted the same shards first, and the last merge was
-            discarded.
+        won: whether all merges were committed; False if the last merge was discarded, because another process compacted the
+            same shards first.
         snapshot: number of the latest snapshot after the compaction.
     """
 
@@ -71,8 +71,8 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: merge only the small shards (as scoring does automatically). Otherwise merge all shards, unless they are
-            already in order.
+        only_small: whether to merge only the small shards (as scoring does automatically); by default, all shards are
+            merged, or none if they are already in order.
         shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
@@ -166,7 +166,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows, as long as the first 64-bit word of their keys is less than `behind`."""
+        """Return the next rows: those for which the first 64-bit word of the key is less than `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -178,7 +178,7 @@ class _Reader:
 
 
 def small_shards_allowed() -> int:
-    """Return the number of small shards above which this writer compacts them."""
+    """Return how many small shards a table may have before this writer compacts them."""
     return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
 
 
@@ -205,16 +205,16 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files. It must exceed the longest time that a reader uses an old snapshot or a
+        retention_hours: minimum age of deleted files; it must exceed the longest time that a reader uses an old snapshot or a
             writer prepares a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
-        alone: set this to True only if no other process is using the store. A retention below 1 hour is then allowed.
+        alone: True allows a retention below 1 hour; set it only if no other process is using the store.
 
     Returns:
         The deleted files.
 
     Raises:
-        UsageError: with such a short retention, files that a writer is about to commit could be deleted.
+        UsageError: `retention_hours` is so short that files that a writer is about to commit could be deleted.
         DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
         StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written.
 
@@ -233,7 +233,8 @@ def vacuum(
         ahead = table.committed_at() - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
-                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock, so nothing was deleted"
+                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock, so nothing was deleted: check the "
+                "clocks of this machine and of the machine that made the commit"
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
@@ -257,7 +258,7 @@ def _require_every_file(table: LogprobTable) -> None:
     if problems:
         file, problem = next(iter(problems.items()))
         raise DamagedStoreError(
-            f"{file}: {problem}; nothing is deleted until the damage is repaired: {repair_command(table.uri)}"
+            f"{file} is damaged ({problem}). Before a vacuum, repair the table: {repair_command(table.uri)}"
         )
 
 

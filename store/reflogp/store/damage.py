@@ -117,8 +117,8 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 def _bring_back(table: LogprobTable) -> None:
     """Append the rows of undamaged shards that are not named in any log entry.
 
-    Some of these shards were named in log entries that are lost. Others were left by writers that crashed; their rows are valid
-    values of this reference too. For keys that the table already has, the existing values are kept.
+    Some of these shards were named in log entries that are lost, and some were left by writers that crashed. In both cases, the
+    rows are valid values of this reference. For keys that the table already has, the existing values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}

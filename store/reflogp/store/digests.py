@@ -128,7 +128,7 @@ class OpenFiles:
     file, `check` detects the change. Use the set as a context manager to close the files on exit.
 
     Args:
-        paths: existing files. The constructor makes sure that all of them were at their paths at the same moment.
+        paths: existing files. The constructor makes sure that all these files were at their paths at the same moment.
 
     Raises:
         FileChangedError: during every attempt to open the files, one of them was replaced.
@@ -226,7 +226,7 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
-        progress: as in `file_digests`.
+        progress: called with (bytes hashed, total bytes); never called if all digests are known from earlier runs.
 
     Raises FileChangedError if a file is written to while it is read.
     """
@@ -364,7 +364,7 @@ def _place(file: OpenFile) -> str:
 
 
 def _remembered(identity: FileIdentity) -> list[int]:
-    """Return the identity without the device number, which may change when the machine restarts."""
+    """Return a file's identity without the device number, which may change when the machine restarts."""
     return [identity.inode, identity.size, identity.mtime_ns, identity.ctime_ns]
 
 

@@ -59,7 +59,10 @@ class Contents:
 
     @classmethod
     def read(cls, file: Path) -> Contents:
-        """Parse a contents.json. Raises UsageError if it cannot be read or lists files that do not belong in an export."""
+        """Parse a contents.json.
+
+        Raises UsageError if the file cannot be read or lists files that do not belong in an export.
+        """
         try:
             if file.stat().st_size > _MOST_CONTENTS_BYTES:
                 raise ValueError("the file is too large")
@@ -79,7 +82,7 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the files in an export's folder whose sha256 is not the one in `files`.
+        """Return the files in an export's folder whose sha256 differs from the one in contents.json.
 
         Raises UsageError if a file is missing.
         """
@@ -214,7 +217,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         files = [source / name for name in contents.data]
         if damaged := contents.damaged(source):
             raise UsageError(
-                f"{source / damaged[0]} is damaged: {CONTENTS_FILE} has a different sha256 for it; nothing was imported"
+                f"{source / damaged[0]} is damaged: its sha256 is not the one in {CONTENTS_FILE}; nothing was imported"
             )
     try:
         reference = Reference.from_json((source / REFERENCE_FILE).read_text())
@@ -280,7 +283,7 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
     Args:
         reference: the reference model that computed the rows.
         snapshot, rows, tokens: the snapshot's number, and how many rows and values it has.
-        made: number of rows for each provenance, a JSON string.
+        made: number of rows with each provenance; a provenance is a JSON string.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():

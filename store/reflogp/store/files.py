@@ -19,7 +19,7 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. The file becomes `target` if the block succeeds, and is deleted if the block fails.
+    """Yield a temporary path to write to. The file is renamed to `target` if the block succeeds, and deleted if it fails.
 
     A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
 
@@ -59,8 +59,8 @@ def open_own_folder(folder: Path) -> int:
 
     The descriptor always refers to the folder that was checked, even if somebody renames the folders above it.
 
-    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link is not accepted in place of the
-    folder.
+    Raises OSError if the folder cannot be created or is a symbolic link, and PermissionError if another user owns the folder or
+    can write to it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -79,4 +79,4 @@ def check_own(about: os.stat_result, path: Path) -> None:
     if about.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & _OTHERS_MAY_WRITE:
-        raise PermissionError(f"{path} is writable by other users (chmod go-w {path})")
+        raise PermissionError(f"{path} is writable by other users; to change this, run `chmod go-w {path}`")

@@ -305,7 +305,7 @@ class _Repository:
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return True if the repository has the export's files. Large files must also have the same sha256."""
+        """Return True if the repository has all the export's files, with the same sha256 for each Parquet file."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
@@ -324,7 +324,7 @@ class _Repository:
         for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(f"{self.place} is damaged: {CONTENTS_FILE} has a different sha256 for {damaged[0]}")
+            raise UsageError(f"{self.place} is damaged: the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}")
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
@@ -383,7 +383,7 @@ def _api() -> HfApi:
 
 @contextmanager
 def told(place: HubPlace) -> Iterator[None]:
-    """Convert the errors that huggingface_hub raises in the block into reflogp's errors."""
+    """A context manager that converts the errors of huggingface_hub, raised in its block, into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     # the base class of HTTP errors in the library that this huggingface_hub uses, requests or httpx

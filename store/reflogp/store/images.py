@@ -8,8 +8,8 @@ come from TRL (`image`, `images`), from transformers' chat templates and process
 A processor represents an image by many copies of one placeholder token, so two rows that differ only in their images have the
 same token ids and would have the same key. To avoid this, each copy is replaced with an image id: a number of at least
 FIRST_IMAGE_ID, which no vocabulary contains, computed from the image's decoded pixels, the image processor's settings and the
-position in the image. Everything that works on token ids (keys, truncation, shared prefixes, joins) then works on rows with
-images too. Keys of text-only rows do not change.
+copy's position in the image. Everything that works on token ids (keys, truncation, shared prefixes, joins) then works on rows
+with images too. Keys of text-only rows do not change.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
-    """Return the image ids that replace an image's tokens, int64 (count,), each in [2**31, 2**32).
+    """Return the image ids that replace an image's tokens: `count` int64 numbers in [2**31, 2**32).
 
     Args:
         image: the image's `pixel_digest`.
@@ -189,7 +189,7 @@ class ImageTokens:
     does not accept an image's mode refuses the blank image too.
 
     Args:
-        processor: a transformers processor with a tokenizer and an image processor. It is not modified.
+        processor: a transformers processor with a tokenizer and an image processor; it is not modified.
         image_token_id: id of the image token; see `image_token`.
 
     Attributes:
@@ -224,23 +224,27 @@ class ImageTokens:
         kinds = tuple(kinds)
         if kinds not in self._counts:
             if self._between is None:
-                raise UsageError("the tokenizer has neither an EOS token nor a padding token")
+                raise UsageError(
+                    "the tokenizer has neither an EOS token nor a padding token, one of which is needed to separate the images"
+                )
             end = self.processor.tokenizer.convert_tokens_to_ids(self._between)
             ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(kinds)), kinds), end])
             before = np.cumsum(ids == self.image_token_id)[ids == end]
             if len(before) != len(kinds):
-                raise UsageError("the processor puts an EOS token or a padding token between the tokens of an image")
+                raise UsageError(
+                    "an image's tokens cannot be counted: the processor puts an EOS token or a padding token between them"
+                )
             self._counts[kinds] = tuple(np.diff(before, prepend=0).tolist())
             if len(self._counts) > _REMEMBERED:
                 del self._counts[next(iter(self._counts))]
         return self._counts[kinds]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
-        """Replace the image tokens with image ids and return all token ids, int64 (n,).
+        """Replace the image tokens with image ids, and return all n token ids as an int64 array.
 
         Args:
             ids: token ids that the method `ids` returned.
-            images: (pixel_digest, kind) of the images, in their order in the text.
+            images: for each image, in their order in the text, its `pixel_digest` and its kind (size and mode).
 
         Raises UsageError if `ids` does not have as many image tokens as `images` need, or if an image has fewer than
         FEWEST_TOKENS tokens.

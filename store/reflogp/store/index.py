@@ -39,7 +39,7 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return the result for n keys before any of them has been found."""
+        """Return the result of a lookup that has found none of n keys."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
@@ -55,12 +55,12 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Replace results with entries of `layer` that have more values.
+        """Look up keys in a layer, and replace each result for which the layer has an entry with more values.
 
         Args:
             layer: the layer to search.
             hi, lo: first and second 64-bit word of each key to look up.
-            asked: index of each of these keys in this object, or None if they are all of its keys, in order.
+            asked: for each key to look up, the index of its result in this object, or None to look up all keys, in order.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -118,7 +118,7 @@ class Layer:
         return cls(**joined)
 
     def positions(self, hi: Words, lo: Words) -> Int64s:
-        """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
+        """Return the index of each key in this layer, int64 of shape (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
         while True:  # the chance that two keys have the same first half is 1 in 2**64

@@ -36,13 +36,16 @@ class FoundLogps(Protocol):
     """The result of a lookup of n keys.
 
     Attributes:
-        lengths: number of stored values for each key, int32 (n,); -1 for a miss.
+        lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
     """
 
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """Return the sum of each key's first `lengths[i]` values, float64 (n,), or NaN if values are missing or damaged."""
+        """Return the sum of each key's first `lengths[i]` values, float64 of shape (n,).
+
+        A key's sum is NaN if some of these values are missing or damaged.
+        """
 
 
 class LogpLookup(Protocol):
@@ -59,8 +62,8 @@ class Asked:
     Attributes:
         columns: name of the reference column for each token column.
         keys: n keys for each token column.
-        needed: for each token column, the number of values needed from the start of each completion, int64 (n,).
-        dropped: rows that TRL's length filter would drop, bool (n,).
+        needed: for each token column, the number of values needed from the start of each completion, int64 of shape (n,).
+        dropped: rows that TRL's length filter would drop, bool of shape (n,).
     """
 
     columns: dict[str, str]
@@ -69,7 +72,10 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Return a digest of the keys and lengths, in order. If two digests are equal, the rows need the same values."""
+        """Return a digest of all keys and of how many values each key needs.
+
+        If two digests are equal, the rows need the same values.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
             digest.update(name.encode())
@@ -83,12 +89,12 @@ class Join:
     """Reference log-probs of n rows.
 
     Attributes:
-        logps: summed log-probs for each reference column, float32 (n,); NaN for `missing` rows.
+        logps: summed log-probs for each reference column, float32 of shape (n,); NaN for `missing` rows.
         keys: n keys for each token column, in the same order as `logps`.
-        tokens: for each token column, the number of log-probs in each sum, int64 (n,).
-        missing: rows with a sequence for which the snapshot has too few values or no values, bool (n,).
-        unusable: rows whose stored values are damaged or not finite, bool (n,).
-        dropped: rows that TRL's length filter would drop, bool (n,).
+        tokens: for each token column, the number of log-probs in each sum, int64 of shape (n,).
+        missing: rows with a sequence for which the snapshot has too few values or no values, bool of shape (n,).
+        unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
+        dropped: rows that TRL's length filter would drop, bool of shape (n,).
 
     Examples:
         >>> import pyarrow as pa
@@ -145,10 +151,10 @@ def join_logps(
         tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
             prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         lookup: source of the values: a Snapshot, or another object with the same `find` method.
-        max_length: as in the trainer's config.
-        truncation_mode: as in the trainer's config.
+        max_length: the trainer's maximum number of tokens in prompt and completion together, or None for no limit.
+        truncation_mode: the trainer's `truncation_mode`: "keep_start" or "keep_end".
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
-            None to give all tokens the same weight. Only pairs can have an ld_alpha.
+            None to give all tokens the same weight; None is required for rows that are not pairs.
 
     Returns:
         A Join with float32 sums in nats, which also marks the rows that have no sum.
@@ -173,7 +179,7 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     Args:
         tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
             prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
-        max_length, truncation_mode: as in the trainer's config.
+        max_length, truncation_mode: the settings of the same names in the trainer's config.
 
     Raises:
         UsageError: columns are missing, the settings are invalid, or there are no tables.
@@ -196,7 +202,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
     Args:
         lookup: source of the values.
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
-            None to give all tokens the same weight. Only pairs can have an ld_alpha.
+            None to give all tokens the same weight; None is required for rows that are not pairs.
 
     Raises UsageError if ld_alpha is given without pairs.
     """

@@ -122,7 +122,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
             # The files are listed again, because a checkpoint is written before its pointer.
             named = any(version in other for other in checkpoints(filesystem))
-            return None if named else f"the checkpoint {version} that it names is missing"
+            return None if named else f"the checkpoint {version}, to which this file points, is missing"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
     return None
@@ -158,7 +158,10 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 
 
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
-    """Compare an entry's actions with its commitInfo, record any difference as its problem, and copy commitInfo's digests."""
+    """Compare an entry's actions with its commitInfo, and set the entry's `problem` if they differ.
+
+    The shards in the commitInfo, which have digests, replace those in the entry's actions.
+    """
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
         entry.problem = entry.problem or "the actions differ from the commitInfo"
@@ -207,13 +210,13 @@ def checked(
     shards: Mapping[str, int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
-    """Replay the log as in `replay`, and compare the result with the shards that delta-rs reads.
+    """Replay the log with `replay`, and check that the result has the same shards as delta-rs.
 
-    If no entry is damaged, but the shards differ from those that delta-rs reads, the checkpoints are recorded as damaged.
+    If no entry is damaged, but the shards differ from those that delta-rs finds, the checkpoints are recorded as damaged.
 
     Args:
-        filesystem, last, progress: as in `replay`.
-        shards: size in bytes of each shard, by path, as read by delta-rs, which starts from checkpoints.
+        filesystem, last, progress: passed to `replay`.
+        shards: the shards that delta-rs, which starts from checkpoints, finds in the log: size in bytes by path.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:

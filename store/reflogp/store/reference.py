@@ -175,7 +175,7 @@ def describe_reference(
         progress: called with (bytes hashed, total bytes) while weight files are read.
 
     Returns:
-        The Reference. Its reference_id depends only on the content of the files and on the dtypes.
+        A Reference, whose reference_id depends only on the content of the files and on the dtypes.
 
     Raises:
         UsageError: the model does not exist, or the dtype is unknown.
@@ -251,8 +251,8 @@ class OpenModel:
         files are checked for changes since they were opened, so end the block only after the weights have been copied into
         memory.
 
-        Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's own errors name the original
-        paths.
+        Raises FileChangedError if a file was written to in the meantime. If reflogp raises an error in the block, its message
+        names the original paths.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"

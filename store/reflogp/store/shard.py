@@ -46,7 +46,7 @@ def sorted_by_key(rows: pa.Table) -> pa.Table:
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Return the longest row of each key, sorted by key. If nothing changes, return `rows` itself."""
+    """Return the longest row of each key, sorted by key; this is `rows` itself if nothing has to be changed."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -142,10 +142,10 @@ class Shard:
                 yield file.read_row_group(index)
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """Yield (a slice of `rows`, a column's values in those rows), reading only the row groups that contain the rows.
+        """Read a column's values in the given rows, and yield each part of `rows`, as a slice, with the values in that part.
 
-        Each slice covers row groups of at most READ_BYTES (or a single larger row group), so memory use is bounded for any
-        number of rows.
+        Only the row groups that contain the rows are read. Each slice covers row groups of at most READ_BYTES (or a single
+        larger row group), so memory use is bounded for any number of rows.
 
         Args:
             column: name of the column.
@@ -233,7 +233,10 @@ class _OpenShard:
             self._source.close()
 
     def _meaning(self, error: BaseException) -> Exception:
-        """Return a ShardDamageError if the file is missing, or readable but damaged; otherwise, a StoreUnavailableError."""
+        """Return the error to raise after a failed read.
+
+        This is a ShardDamageError if the file is missing or damaged, and a StoreUnavailableError if the storage fails.
+        """
         if isinstance(error, FileNotFoundError):
             return ShardDamageError("the file is missing")
         try:

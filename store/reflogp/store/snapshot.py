@@ -3,10 +3,10 @@
 How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
 suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
 because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
-In both cases, token values are read only for rows whose result needs them. A snapshot never writes to the store.
+With or without an index in memory, token values are read only for rows whose result needs them. A snapshot never writes to
+the store.
 
-A lookup over HTTP returns its result as one Arrow table. This module defines the table's columns, for the service and the
-client.
+This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ class Snapshot:
         )
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Return snapshot `number` with the shards of `rows_of`; reuse the index if they include all shards of this one."""
+        """Return the snapshot with this number, whose shards are the keys of `rows_of`.
+
+        If it has all shards of the current snapshot, it reuses the index of the current snapshot.
+        """
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
         later = self._another(number, self.rows_of | dict(rows_of))
@@ -151,7 +154,7 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Return where the keys were found, in the order of `keys`.
+        """Look up keys with `places_of`, and return the results in the order of `keys`.
 
         The keys are sorted before the search, so that the index is read in order.
         """
@@ -163,7 +166,7 @@ class Snapshot:
         return places.take(back)
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
-        """Return the number of values that the snapshot has for each key, int32 (n,); -1 for a miss."""
+        """Return the number of values that the snapshot has for each key, int32 of shape (n,); -1 for a miss."""
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
@@ -171,11 +174,11 @@ class Snapshot:
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look up n keys and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
+        """Look up n keys and return the sum of each key's first `lengths[i]` values, in nats, float64 of shape (n,).
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
-            lengths: number of values to sum for each key, int64 (n,).
+            lengths: number of values to sum for each key, int64 of shape (n,).
 
         Returns:
             The sums, with NaN for a key that has too few values in the snapshot or whose values are damaged.
@@ -232,7 +235,7 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """Find keys (sorted by `hi`) without an index, in one pass over the row groups that can contain them.
+        """Find sorted keys without an index, in one pass over the row groups that can contain them.
 
         Only the keys and a few row groups are in memory at a time.
         """
@@ -287,7 +290,7 @@ class Found:
     """The result of a lookup of n keys in a snapshot.
 
     Attributes:
-        lengths: number of values that the snapshot has for each key, int32 (n,); -1 for a miss.
+        lengths: number of values that the snapshot has for each key, int32 of shape (n,); -1 for a miss.
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -301,7 +304,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
-        `some` limits the result to the keys at these indices.
+        If `some` is given, the result has only the keys at these indices.
         """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
@@ -345,10 +348,10 @@ class Found:
         return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Return the sum of each key's first `lengths[i]` values, float64 (n,).
+        """Return the sum of each key's first `lengths[i]` values, float64 of shape (n,).
 
-        The sum is NaN if the snapshot has fewer values, or if they are damaged. Token values are read only for rows whose
-        stored length differs from the requested length.
+        A key's sum is NaN if the snapshot has fewer values for it than requested, or if its values are damaged. Token values
+        are read only for rows whose stored length differs from the requested length.
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -366,7 +369,7 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Yield (indices of keys, their values in a column), for a few row groups of one shard at a time."""
+        """Yield the indices of some of the keys and their values in a column, for a few row groups of a shard at a time."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -439,8 +442,10 @@ def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[
     """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed.
 
     Args:
-        snapshot, found, values: as for `answer_table`.
-        parts: from `answer_parts`.
+        snapshot: the snapshot that the keys were looked up in.
+        found: the result of the lookup.
+        values: whether to include token_logps.
+        parts: the range of keys of each batch, as returned by `answer_parts`.
     """
     tables = (answer_table(snapshot, found.slice(start, stop), values) for start, stop in parts)
     return stream_messages(answer_schema(snapshot, values), tables)

@@ -35,8 +35,8 @@ class Store:
     """A store of reference log-probs.
 
     Args:
-        uri: a local folder, or s3://…, gs://…, az://…
-        options: delta-rs storage options. The usual environment variables are read too.
+        uri: a local folder, or a URI that begins with s3://, gs:// or az://.
+        options: delta-rs storage options, in addition to the environment variables that delta-rs reads.
 
     Examples:
         >>> from reflogp.store import Store
@@ -134,7 +134,7 @@ class Store:
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return the candidates for which the store has a table, or an empty list if there is no store at the URI.
+        """Return those of the candidate references for which the store has a table; none if there is no store at the URI.
 
         Raises UsageError if the URI points to something that is not a store, DamagedStoreError if a reference.json is damaged,
         StoreFormatError if the store was written by a newer version of reflogp, and StoreUnavailableError if the store cannot
@@ -242,18 +242,20 @@ def choose_reference(
 
     Args:
         store: the store to search for the model.
-        model: as in describe_reference.
-        dtype: as in describe_reference, or "auto" for the dtype in which the model was scored into the store.
+        model: folder or hub id of the model.
+        dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model was scored into the store.
         otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
-        lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", it is taken from the store too.
-        revision, progress: as in describe_reference.
+        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None
+            means the dtype of the logits in the store.
+        revision, progress: passed to describe_reference.
 
     Returns:
         (reference, reason). The reason is a sentence without a full stop, or "" if the dtype was given.
 
     Raises:
         StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
-        UsageError: the store has the model in several dtypes. The errors of describe_reference are raised too.
+        UsageError: the store has the model in several dtypes.
+            All errors of describe_reference can be raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""

@@ -53,7 +53,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
     If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
 
-    Raises DamagedStoreError if the stored values that are needed for this are damaged.
+    Raises DamagedStoreError if stored values that would replace first values of a row are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -172,7 +172,7 @@ class LogprobTable:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
-        """Create the Delta table if it does not exist. It is safe for two processes to create it at the same time."""
+        """Create the Delta table if it does not exist. Two processes can safely create the same table at the same time."""
         try:
             DeltaTable.create(
                 uri,
@@ -213,7 +213,7 @@ class LogprobTable:
             gone = (rows_of.keys() - latest.rows_of.keys()) - storage.list_files(self.filesystem).keys()
         except storage.STORAGE_ERRORS as error:
             raise SnapshotNotFoundError(
-                f"reference {self.reference.reference_id}: snapshot {number} cannot be read: {storage.sentence(error)}"
+                f"snapshot {number} of reference {self.reference.reference_id} cannot be read: {storage.sentence(error)}"
             ) from error
         if gone:
             raise SnapshotNotFoundError(
@@ -267,7 +267,7 @@ class LogprobTable:
                 self._require_there([written])
         except storage.STORAGE_ERRORS as error:  # keep the shard: the commit may have succeeded
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise AssertionError("the last attempt raises an error itself")
+        raise AssertionError("unreachable: the last attempt to commit returns or raises an error")
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
@@ -293,7 +293,7 @@ class LogprobTable:
                     return True
         except storage.STORAGE_ERRORS as error:  # keep the shards: the commit may have succeeded
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise AssertionError("the last attempt raises an error itself")
+        raise AssertionError("unreachable: the last attempt to commit returns or raises an error")
 
     def write(self, rows: pa.Table) -> Written:
         """Write rows as a shard without committing it. Raises one of storage.STORAGE_ERRORS."""
@@ -344,7 +344,7 @@ class LogprobTable:
 
     @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
-        """Return the number of the latest snapshot, and its shards as in `shards`."""
+        """Return the number of the latest snapshot, and the size in bytes of each of its shards, by path."""
         self._refresh()
         if self._salvaged:
             return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
@@ -372,7 +372,7 @@ class LogprobTable:
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether the log is damaged. If it is, only its undamaged entries are read. Reopen the table after a repair."""
+        """Whether the log is damaged. Only the undamaged entries of a damaged log are read. Reopen the table after a repair."""
         return self._salvaged is not None
 
     @_in_turn
@@ -406,7 +406,7 @@ class LogprobTable:
             return delta
         if [field.name for field in delta.schema().fields] != SCHEMA.names:
             raise UsageError(f"{self.uri} is a Delta table that reflogp did not create; nothing was read or written")
-        self._salvaged = self._salvage(ValueError(f"its {log.FORMAT_SETTING} is {setting}, not a number"))
+        self._salvaged = self._salvage(ValueError(f"the table's setting {log.FORMAT_SETTING} is {setting}, not a number"))
         return None
 
     def _nothing_yet(self) -> ReferenceNotFoundError:
@@ -416,7 +416,7 @@ class LogprobTable:
 
     @property
     def _delta(self) -> DeltaTable:
-        assert self._opened is not None, "callers check for a damaged log first"
+        assert self._opened is not None, "the log is damaged, so it was not opened; callers must check this first"
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:

@@ -37,7 +37,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the text would be longer than `most` characters, list only the first names."""
+    """Join names with commas. If the result would be longer than `most` characters, it lists only the first names."""
     shown: list[str] = []
     room = most
     for name in names:

@@ -39,7 +39,7 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that change which sequences are scored: max_length and truncation_mode, but only with keep_end.
+        """The settings that change which sequences are scored: max_length and truncation_mode with keep_end, else none.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -54,11 +54,11 @@ class Windows:
     """The n sequences whose keys are looked up, and how many values of each completion are needed.
 
     Attributes:
-        prompt_ids: large_list<uint32>, n lists.
-        completion_ids: large_list<uint32>, n lists. With keep_start, these are whole completions, even if only their first
-            tokens are needed.
-        needed: number of values needed from the start of each completion, int64 (n,).
-        dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
+        prompt_ids: token ids of the n prompts, large_list<uint32>.
+        completion_ids: token ids of the n completions, large_list<uint32>; with keep_start, these are whole completions, even
+            if only their first tokens are needed.
+        needed: number of values needed from the start of each completion, int64 of shape (n,).
+        dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool of shape (n,).
     """
 
     prompt_ids: pa.LargeListArray
@@ -117,7 +117,7 @@ def windows(
 
 
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:
-    """Raise UsageError unless trainers accept both settings."""
+    """Raise UsageError if max_length is below 1 or truncation_mode is unknown."""
     if truncation_mode not in get_args(TruncationMode):
         raise UsageError(f"truncation_mode {truncation_mode!r}: use {' or '.join(get_args(TruncationMode))}")
     if max_length is not None and max_length < 1:
