@@ -46,8 +46,8 @@ class TokenizedDataset:
             dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
             memory limit, because the row may be usable with a different limit, or if rows have images, because image files are
             not part of the dataset's content.
-        unchanged: function that is called after each pass over `source`, before the file of token ids is written. It must raise
-            an error if the content that was read may differ from the content that determined the name of `kept`.
+        unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
+            function must raise an error if the content that was read may differ from the content that determined that name.
         limits: limits for tokenising a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenised; may raise an error to stop.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
