@@ -129,7 +129,7 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
     with pytest.warns(UserWarning, match="was lost"):
         summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
     assert watching.bad.keys() == {1}
-    assert "killed its worker twice (the worker's process was killed" in watching.bad[1]
+    assert "the sequence killed two workers (the worker's process was killed" in watching.bad[1]
     assert (summary.scored, summary.failed) == (3, 1)
 
 

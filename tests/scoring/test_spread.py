@@ -111,7 +111,7 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(sco
     watching = Watching()
     with pytest.warns(UserWarning, match="was lost"):
         summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
-    assert watching.bad.keys() == {1} and "killed its worker twice (killed by SIGKILL" in watching.bad[1]
+    assert watching.bad.keys() == {1} and "the sequence killed two workers (killed by SIGKILL" in watching.bad[1]
     assert (summary.scored, summary.failed) == (3, 1)
 
 

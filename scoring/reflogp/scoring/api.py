@@ -56,8 +56,8 @@ def score(
             `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
         store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: dtype in which the model computes: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast".
-            The dtype is part of the reference id. "auto" uses the dtype of this model's stored values. If the store has none,
-            "auto" means bfloat16, or float32 without a GPU.
+            The dtype is part of the reference id. "auto" uses the dtype of this model's stored values. If the store has
+            no values of this model, "auto" means bfloat16, or float32 without a GPU.
         max_length: maximum number of tokens in prompt and completion together, as in the trainer's config; None for no limit.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
         tokenizer: the trainer's tokenizer, if it is not the model's own: a tokenizer object, a folder or a hub id. Pass an
@@ -129,11 +129,11 @@ def join(
 ) -> Any:
     """Add the stored reference log-probs of each row to a dataset. No model is loaded.
 
-    The new columns are the same as those of `reflogp join`; the names in parentheses are for KTO. ref_chosen_logps and
-    ref_rejected_logps (ref_logps) contain the sum of each completion's log-probs (float32, in nats). ref_chosen_tokens and
-    ref_rejected_tokens (ref_tokens) contain the number of log-probs in each sum (int64). chosen_key and rejected_key
-    (completion_key) contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0
-    (int64). Rows whose prompt alone fills max_length are left out, because TRL also drops them.
+    The new columns are the same as those of `reflogp join`. ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps)
+    contain the sum of each completion's log-probs (float32, in nats). ref_chosen_tokens and ref_rejected_tokens (for KTO,
+    ref_tokens) contain the number of log-probs in each sum (int64). chosen_key and rejected_key (for KTO, completion_key)
+    contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0 (int64). Rows whose
+    prompt alone fills max_length are left out, because TRL also drops them.
 
     Args:
         model: the reference model that was passed to `score`.
@@ -150,7 +150,7 @@ def join(
 
     Returns:
         A dataset of the same type with the new columns, or a Dataset for a path or hub name. A stream (IterableDataset) is
-        joined while it is read, in a single process, and errors about its rows are raised at that time.
+        joined in a single process while it is read, so errors about its rows are raised only while it is read.
 
     Raises:
         NotScoredError: some rows have no values or cannot be used. The message lists the rows.
@@ -220,7 +220,7 @@ def report(
         progress: see `score`.
 
     Returns:
-        A ReportSummary. Its `findings` are the sentences at the top of the HTML page.
+        A ReportSummary, whose `findings` are the sentences at the top of the HTML page.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output folder contains files that do not belong to a report.

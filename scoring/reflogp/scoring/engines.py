@@ -33,9 +33,10 @@ class Engine(Protocol):
         """Return the sequences that this engine cannot score, as a dict of index -> reason."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups of sequences as they arrive. After each pass, yield a list of (number, outcome) for its sequences.
+        """Score groups of sequences as they arrive.
 
-        Sequences are numbered from 0 across all groups.
+        After each pass, yield a list with the number and the outcome of each sequence in the pass. Sequences are numbered from
+        0 across all groups.
 
         An empty group means that no group is available yet. The engine then finishes the passes that it has started, or yields
         an empty list if there are none.
@@ -72,9 +73,10 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Score sequences, except those whose index is in `skip`. After each pass, yield a list of (index, outcome).
+        """Score sequences, except those whose index is in `skip`.
 
-        Before each pass, call `before` with the indices of its sequences.
+        Before each pass, call `before` with the indices of the pass's sequences. After each pass, yield a list with the index
+        and the outcome of each of these sequences.
         """
 
     def flow(
@@ -83,9 +85,10 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; see Engine.flow. Before each pass, call `before` with the numbers of its sequences.
+        """Score groups as they arrive; see Engine.flow.
 
-        Between two yields, the caller may use the engine for other work.
+        Before each pass, call `before` with the numbers of the pass's sequences. Between two yields, the caller may use the
+        engine for other work.
         """
 
 

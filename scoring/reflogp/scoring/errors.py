@@ -82,7 +82,7 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: a dict from the index of a sequence in the call to the reason why the sequence cannot be scored.
+        problems: a dict with an entry for each sequence that cannot be scored: the sequence's index in the call -> the reason.
         results: one entry for each sequence in the call: its token_logps (float32), or None if the sequence is in `problems`.
     """
 

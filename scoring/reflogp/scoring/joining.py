@@ -85,16 +85,16 @@ def join_dataset(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> JoinSummary:
-    """Write a dataset's rows to a Parquet file, with ref_chosen_logps and ref_rejected_logps (or ref_logps).
+    """Write a dataset's rows to a Parquet file, with the columns ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps).
 
-    The values are sums of log-probs, float32, in nats.
+    The values of these columns are sums of log-probs, float32, in nats.
 
     The output gets its final name only when it is complete. If no row has values, no output is written, and an existing file
-    with this name is kept.
+    with the output's name is kept.
 
     Additional columns:
-        chosen_key and rejected_key (or completion_key): key of each sequence.
-        ref_chosen_tokens and ref_rejected_tokens (or ref_tokens): number of log-probs in each sum, int64.
+        chosen_key and rejected_key (for KTO, completion_key): key of each sequence.
+        ref_chosen_tokens and ref_rejected_tokens (for KTO, ref_tokens): number of log-probs in each sum, int64.
         ref_row: row number in the dataset, starting at 0, int64.
 
     In the Parquet metadata, `reflogp` contains the store, reference, snapshot and settings, and `reflogp.coverage` contains the
@@ -160,8 +160,8 @@ class JoinedWindow:
 
     Attributes:
         rows: columns of each row, as read from the dataset.
-        numbers: row numbers in the dataset, starting at 0, int64 (n,).
-        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs and ref_row.
+        numbers: array of the rows' numbers in the dataset (int64), starting at 0.
+        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, and ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -244,12 +244,12 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins the source, starting at the first row. Its second argument is True for a stream, which may
-            never end.
+        windows: function that joins the source, starting at the first row. The function's second argument is True for a stream,
+            which may never end.
 
     Raises:
         DatasetError: no row can be used.
-        Errors raised by `windows`. For a stream, these errors are raised while the stream is read.
+        Errors raised by `windows`. If the dataset is a stream, the errors of `windows` are raised while the stream is read.
     """
     import datasets
 
@@ -281,7 +281,7 @@ def rows_of(window: JoinedWindow) -> Iterator[dict[str, Any]]:
 
 
 def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
-    """Yield the windows. Raise DatasetError if there are none, because the columns to add are then unknown."""
+    """Yield the windows. Raise DatasetError if there is no window, because the columns to add are then unknown."""
     first = next(windows, None)
     if first is None:
         raise DatasetError("no row of the dataset can be used, so there is nothing to join")

@@ -56,7 +56,8 @@ def places(
         gpus_each: number of GPUs that each engine uses.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
-    Raises UsageError if a name is unknown, if a GPU does not exist, or if the last group has too few GPUs.
+    Raises UsageError if a name is unknown, if a GPU does not exist, or if the devices cannot be divided into groups of
+    `gpus_each` GPUs.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
         raise UsageError(f"unknown device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
@@ -83,9 +84,9 @@ def places(
 
 
 def gpus_in_a_child() -> int:
-    """Return the number of GPUs that torch finds in a separate process, or 0 without starting one if /dev lists no GPU.
+    """Return the number of GPUs that torch finds in a separate process.
 
-    Raises UsageError if the separate process fails.
+    If /dev lists no GPU, return 0 without starting a process. Raises UsageError if the separate process fails.
     """
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0
@@ -98,7 +99,10 @@ def gpus_in_a_child() -> int:
 
 
 def _visible(group: Sequence[str], count: int) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value for these GPUs. This process may see only some of the machine's GPUs."""
+    """Return the CUDA_VISIBLE_DEVICES value for these GPUs.
+
+    The numbers in `group` refer to the GPUs that this process sees, which may be only some of the machine's GPUs.
+    """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
     return ",".join(names[int(name[5:])] for name in group)
@@ -234,7 +238,10 @@ _GROWING = "expandable_segments:True"
 
 
 def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that turn on expandable segments, or none if the environment already configures the allocator."""
+    """Return the environment variables that turn on expandable segments in torch's allocator.
+
+    If the environment already configures the allocator, return an empty dict.
+    """
     return {} if any(name in environment for name in _VARIABLES) else {_VARIABLES[0]: _GROWING}
 
 

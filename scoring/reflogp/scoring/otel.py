@@ -127,7 +127,7 @@ class StartedSpan:
         discarded: True after a call to `discard`.
 
     Args:
-        span: the SDK's span; see the attribute.
+        span: the SDK's span; see the attribute `span`.
         started: start time of the span, in nanoseconds since 1970.
     """
 

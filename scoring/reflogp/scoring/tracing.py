@@ -67,8 +67,8 @@ def run_span(
         name: name of the root span.
         parent: W3C traceparent of the span that caused the run. If None, the parent is the caller's current span, if any.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: True waits up to FLUSH_SECONDS at the end of the run for the collector to receive the spans. It also sends
-            the spans if SIGTERM ends the process during the run.
+        flush_at_end: True waits up to FLUSH_SECONDS at the end of the run for the collector to receive the spans, and also
+            sends the spans if SIGTERM ends the process during the run.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()

@@ -142,7 +142,9 @@ class RecordLines(Iterator[str]):
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (columns, decoded bytes) for each row of a batch, or (None, 0) for a row that is longer than `row_bytes`.
+    """Yield the columns of each row of a batch, and the row's size in decoded bytes.
+
+    For a row that is longer than `row_bytes`, yield None and 0.
 
     Row sizes are computed before decoding, because a small batch with dictionaries, runs of nulls or views can decode to huge
     rows.
@@ -168,7 +170,8 @@ class _Counted(io.RawIOBase):
 
 def group_too_large(file: Path, size: int, bounds: ReadBounds) -> DatasetError:
     return DatasetError(
-        f"{file} must be read in groups of {size:,} bytes, but the limit is {bounds.group_bytes:,}; write smaller groups"
+        f"{file}: {size:,} bytes must be read at once, but at most {bounds.group_bytes:,} are allowed; write smaller row "
+        "groups (Parquet) or record batches (Arrow)"
     )
 
 

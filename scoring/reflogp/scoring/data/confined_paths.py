@@ -74,7 +74,7 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
     """Return (path with links resolved, digest of the content) for a dataset below a root.
 
     A file's digest is its sha256. A folder's digest is a blake2b digest of the relative name and sha256 of each of its dataset
-    files. Hidden files and files with other suffixes are ignored, because they are not read.
+    files. Hidden files and files without a dataset file's suffix are ignored, because they are not read.
 
     Raises:
         PathError: the path leads outside the root, does not exist, or is not a dataset.
@@ -283,7 +283,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
     """Yield (relative name, open file) for every dataset file. The caller closes the files.
 
     Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if a folder has too many
-    entries, or if `found` is a file with an unknown suffix.
+    entries, or if the dataset is a single file with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:

@@ -110,9 +110,10 @@ class ConfinedProcess:
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if it has used no processor time and `progress` has not changed for `seconds` seconds.
+        """Kill the child if, for `seconds` seconds, it has used no processor time and `progress` has not changed.
 
-        Time during which this process did not run, for example on a suspended machine, does not count.
+        `progress` is a number that the caller changes when the child makes progress. Time during which this process did not
+        run, for example on a suspended machine, does not count.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now
@@ -147,7 +148,10 @@ class ConfinedProcess:
 
 
 def _kill_own_child(pid: int, parent: int) -> None:
-    """Kill a child that was not ended explicitly, and wait for it to exit. Do nothing in a fork of the child's parent."""
+    """Kill a child that was not ended explicitly, and wait for it to exit.
+
+    Only the child's parent may do this; in any other process, such as one that the parent forked, do nothing.
+    """
     if os.getpid() == parent:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -166,7 +170,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _run(work: Callable[[], None], memory: int, files: Sequence[int]) -> NoReturn:
-    """Call `work` and exit. Never return, because the code after the fork is for the parent process."""
+    """Call `work` and exit. The child must never return from here, because only the parent may run the code after the fork."""
     try:
         _confine(memory, files)
         work()

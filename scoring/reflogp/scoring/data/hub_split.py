@@ -40,7 +40,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
     """Return the files of a split, in the order in which `datasets` reads them, at the current commit of the revision.
 
     Args:
-        place: repository and revision.
+        place: the dataset's repository and revision on the Hub.
         config: a config (subset) of the dataset; None for its default.
         split: name of the split.
         check: function that is called a few times a second; may raise an error to stop.

@@ -80,13 +80,13 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 
 
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return the messages with their content as lists of parts, which include `images` parts of type image.
+    """Return the messages, with the content of each message as a list of parts.
 
-    If the content of the first user message is text, the image parts are inserted before the text. Otherwise, the messages must
-    already contain the image parts.
+    `images` is the number of parts of type image that the returned messages must contain. If the content of the first user
+    message is text, the image parts are inserted before the text. Otherwise, the messages must already contain the image parts.
 
-    Raises RowError if the messages contain more or fewer parts of type image, if a role is unknown, or if a part contains an
-    image.
+    Raises RowError if the number of parts of type image differs from `images`, if a role is unknown, or if a part contains an
+    image, audio or video.
     """
     found: list[dict[str, Any]] = []
     placed = False

@@ -1,7 +1,7 @@
 """Open a row's images (bytes, files, data URIs or decoded images) within limits, and identify each image by its pixels.
 
 Images are read in the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF
-orientation, and the file's mode is kept.
+orientation, and its mode (such as RGB or L) is kept.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class RowImage:
-    """An image of a row, identified by its pixels. Decoded pixels are kept in memory only if the dataset has a decoded image.
+    """An image of a row, identified by its pixels.
+
+    Decoded pixels are kept in memory only if the dataset contains the image in decoded form.
 
     Attributes:
-        digest: see `pixel_digest`.
+        digest: digest of the pixels; see `pixel_digest`.
         kind: size and mode of the image.
         source: the encoded bytes, the image's file, or the decoded image from the dataset.
     """
@@ -71,7 +73,7 @@ class RowImage:
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
-        """Return the content of an image file that decodes to the same pixels.
+        """Return this image as the content of an image file, which decodes to exactly the image's pixels.
 
         Raises RowError if no file format can store the image without loss.
         """
@@ -112,7 +114,7 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens files. Relative paths start at `folder`, or at the current folder if it is None."""
+    """Return a function that opens files. Relative paths start at `folder`, or at the current folder if `folder` is None."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 

@@ -24,8 +24,8 @@ def open_dataset(dataset: Any) -> RowSource:
 
     Args:
         dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`, whose format is ignored; a
-            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The columns must be the same as for
-            `reflogp score`.
+            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The dataset must have columns
+            that `reflogp score` accepts.
 
     Raises:
         DatasetError: the path or name cannot be opened.

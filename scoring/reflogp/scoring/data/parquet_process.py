@@ -81,8 +81,8 @@ class _ReaderKilledError(_MemoryExceededError):
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
-    If a signal ends the child process, the process is restarted once. A row group that takes too much memory is read with the
-    next plan. The row groups after it are read with the first plan again.
+    If a signal ends the child process, the process is restarted once. If a row group takes too much memory, it
+    is read again with the next plan of `_PLANS`, which needs less memory; later row groups are read with the first plan again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -150,7 +150,7 @@ class _Reader(ConfinedProcess):
         return self.rows(), schema
 
     def rows(self) -> int:
-        """Return the number of rows in the file. The child stores this number when it opens the file."""
+        """Return the number of rows in the file, which the child stored when it opened the file."""
         return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
@@ -245,7 +245,7 @@ def _leave(result: mmap.mmap, text: str, status: int) -> None:
 
 
 def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, bounds: ReadBounds) -> None:
-    """Send a stream of batches, with a separate time limit for each.
+    """Send batches as a stream, with a separate time limit for each batch.
 
     Raises DatasetError for a batch larger than `group_bytes`.
     """
@@ -283,7 +283,7 @@ def _shares_values(kind: pa.DataType) -> bool:
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError if its metadata is inconsistent or states sizes that exceed the bounds."""
+    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or states sizes above the bounds."""
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),

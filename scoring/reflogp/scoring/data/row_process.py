@@ -1,10 +1,10 @@
 """Tokenise rows in child processes that can be killed.
 
-A chat template is a program whose input is a row. It may run forever or build a string of terabytes, and neither Python nor a
-tokenizer can be interrupted during an operation. Therefore, rows are rendered and encoded in forked child processes, which
-inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the
-child (RLIMIT_AS). If a row crashes its child process, the row is a bad row, and a new child continues with the remaining rows.
-The caller's `check` is called many times a second and can stop the work.
+A chat template is a program whose input is a row. The program may run forever or build a string of terabytes, and neither
+Python nor a tokenizer can be interrupted during an operation. Therefore, rows are rendered and encoded in forked child
+processes, which inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the
+memory of the child (RLIMIT_AS). If a row crashes its child process, the row is a bad row, and a new child continues with the
+remaining rows. The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
 standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
@@ -261,7 +261,7 @@ class _Child(ConfinedProcess):
 
     Attributes:
         chunk: the chunk that the child is processing; None for an idle child.
-        answer: the complete answer (head, token ids); None until the answer has arrived.
+        answer: the child's complete answer, as its JSON head and its token ids; None until the answer has arrived.
         ended: True if the child's end of the socket is closed.
     """
 
@@ -311,7 +311,10 @@ class _Child(ConfinedProcess):
         return self.events() != waited_for
 
     def mark(self) -> int:
-        """Return the index, in the chunk, of the row that the child is processing, or _NO_ROW or _SEVERAL."""
+        """Return the index, in the chunk, of the row that the child is processing.
+
+        Return _NO_ROW if the child has not started a row, and _SEVERAL if it is encoding several rows together.
+        """
         return int(_MARK.unpack_from(self._place)[0])
 
     def end(self) -> int:

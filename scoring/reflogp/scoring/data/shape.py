@@ -134,7 +134,7 @@ def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
     The prompt ends where TRL's extract_prompt ends it, including in edge cases, because a different prompt would give different
     keys. A space before the first difference belongs to the completions. If one of `chosen` and `rejected` is a prefix of the
-    other, the last element of the shorter one belongs to the completions. Raises RowError if either is empty.
+    other, the last element of the shorter one belongs to the completions. Raises RowError if `chosen` or `rejected` is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")

@@ -42,7 +42,7 @@ class TokenizedRows:
         rows: original columns of each row of the table, as read from the dataset, in the table's order.
         problems: row number -> reason, for each row with an example that could not be added to the table.
         last_row: number of the last row that was read, even if that row is not usable.
-        limited: True if a row exceeded a time or memory limit. Another run might then have a different result.
+        limited: True if a row exceeded a time or memory limit, so that another run might have a different result.
         images: the images of the table's rows; empty for a text-only dataset.
         vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
     """
@@ -177,8 +177,8 @@ def _vision(
         source: the dataset. The dataset is read to the end only if the model accepts images and no row in `rows` has a column
             of images.
         rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. A TokenizerError from this function is raised only if the dataset has a column of
-            images.
+        load_vision: see `tokenize_dataset`. If `load_vision` raises TokenizerError, the error is passed on only if the dataset
+            has a column of images.
     """
     if _have_images(rows):
         return load_vision(), False

@@ -42,12 +42,12 @@ class TokenizedDataset:
         load: function that returns the tokenizer. It is called once, before the first row is tokenised.
         form: the dataset's format; None detects it.
         kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
-            pass writes the file. Its name must come from `cache_name`, so that the file cannot belong to a different dataset.
-            The rows' original columns are not kept. The file is not written if a row reached a time or memory limit, because
-            the row may be usable with a different limit, or if rows have images, because image files are not part of the
-            dataset's content.
-        unchanged: function that is called after each pass over `source`, before the token ids are kept. It must raise an error
-            if the content that was read may differ from the content that determined the name of `kept`.
+            pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
+            dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
+            memory limit, because the row may be usable with a different limit, or if rows have images, because image files are
+            not part of the dataset's content.
+        unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
+            function must raise an error if the content that was read may differ from the content that determined that name.
         limits: limits for tokenising a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenised; may raise an error to stop.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
@@ -96,7 +96,7 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Make iterations that tokenise in other threads raise StoppedError.
+        """Stop the iterations that are tokenising in other threads: each of them raises StoppedError.
 
         Iterations that read token ids from a file continue.
         """

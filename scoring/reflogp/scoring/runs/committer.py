@@ -41,9 +41,9 @@ class Committer:
         """Append values to the table and return the number of the snapshot that contains them.
 
         Args:
-            keys: keys of the whole sequences, binary (n,).
-            sequences: the n sequences, truncated in the same way as for scoring.
-            completion_lens: number of tokens in each whole completion, (n,).
+            keys: array of the keys of the whole sequences (binary).
+            sequences: the sequences, truncated in the same way as for scoring.
+            completion_lens: array of the number of tokens in each whole completion.
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.
 

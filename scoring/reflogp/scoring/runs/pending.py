@@ -30,7 +30,7 @@ class OutcomeCallbacks(Protocol):
     """Callbacks for the outcomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Report that the values of a miss have been computed. A later call to `committed` reports that they are stored."""
+        """Report that the values of a miss are computed. A later call to `committed` reports that the values are stored."""
 
     def failed(self, miss: Miss, problem: str) -> None:
         """Report that a miss cannot be scored; `problem` is the reason."""
@@ -64,7 +64,7 @@ class Scorer(Protocol):
 
     @property
     def batch(self) -> int:
-        """Number of misses to collect before calling `score`. If the scorer is starved, fewer misses are passed."""
+        """Number of misses to collect before calling `score`. If the scorer is starved, `score` is called with fewer misses."""
 
     def open(self, table: LogprobTable) -> None:
         """Set the table to which values are committed. This method is called once, before any other method."""
@@ -76,8 +76,8 @@ class Scorer(Protocol):
         """Queue misses, and return when there is room for more. Outcomes that are not known yet are reported by later calls.
 
         Args:
-            misses: misses to score. Until a key's outcome is reported, the key may be passed again only with a longer part of
-                its completion.
+            misses: misses to score. Until the outcome of a miss is reported, another miss with the same key may be passed only
+                if it contains a longer part of the completion.
             to_come: estimated number of sequences that the run has not read yet.
             callbacks: callbacks for outcomes; they are called during this call, in this thread.
 

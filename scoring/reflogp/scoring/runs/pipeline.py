@@ -314,6 +314,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove and return the miss with this number, and its group. Sequences are numbered as in Engine.flow."""
+        """Remove and return the miss with this number, and its group. The numbers count from 0 across all groups."""
         with self._changed:
             return self._begun.pop(number)

@@ -189,16 +189,17 @@ def score_dataset(
 
 @dataclass(frozen=True)
 class _Window:
-    """A window of tokenized rows, with their values in the snapshot from before the run.
+    """A window of tokenized rows, with the values that the store contained for these rows before the run.
 
     Attributes:
         rows_in_all: estimated number of rows in the dataset.
         sides: number of completions per row.
         last_row: number of the last row that was read.
         problems: row number -> the reason why the row cannot be used.
-        rows: row number of each tokenized row, int64 (n,).
-        bare: array that is True for rows without a prompt, bool (n,).
-        looked_up: (windows, keys, stored values that were found) for each completion column.
+        rows: array of the row number of each tokenized row (int64).
+        bare: array that contains True for each tokenized row without a prompt (bool).
+        looked_up: for each completion column, three items: the windows of the sequences, the keys, and the stored values that
+            were found.
         images: the images of each tokenized row; empty for text-only rows.
     """
 

@@ -145,7 +145,7 @@ class _LocalWorker:
 
 
 def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> None:
-    """Run a worker's process: answer calls, several at a time, until the run has ended or is gone."""
+    """Run a worker's process: answer calls, several at a time, until the run's process closes the pipe or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the run decides when workers end
     os.dup2(2, 1)  # printed text must not end up in the run's output
     if visible is not None:

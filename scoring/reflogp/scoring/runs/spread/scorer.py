@@ -87,7 +87,7 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: future of the response to `place`, then to `prepare`.
+        asked: future of the worker's response to `place`; after that response, future of its response to `prepare`.
         name: description of where the worker runs; empty until the worker is placed.
         flying: units that were sent to the worker, oldest first, each with the future of its result and the time when it was
             sent.
@@ -114,7 +114,7 @@ class ParallelScorer:
 
     Args:
         workers: source of the workers.
-        own: scorer with an engine in this process, which also computes. Without it, the run needs at least one worker.
+        own: scorer with an engine in this process, which also computes. If `own` is None, the run needs at least one worker.
         check: function that is called in each turn of the run's loop; may raise an error to stop the run.
         commit_sequences: maximum number of sequences in a unit.
     """
@@ -149,7 +149,7 @@ class ParallelScorer:
 
     @property
     def batch(self) -> int:
-        """Number of misses to collect (see Scorer.batch): 1, or a large group if only this process's engine computes."""
+        """Number of misses to collect (see Scorer.batch): 1, or a large number if only this process's engine computes."""
         return 1 if self._own is None or self._source.may_come else self._own.batch
 
     def open(self, table: LogprobTable) -> None:
@@ -293,8 +293,8 @@ class ParallelScorer:
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """Give this process's engine a unit if it is starved.
 
-        While workers accept units, suspect units go only to workers, because a sequence that kills this process would end the
-        whole run.
+        While workers accept units, units on which a worker died go only to workers, because a sequence that kills this process
+        would end the whole run.
         """
         if self._own is None or not self._own.is_starved():
             return
@@ -320,7 +320,11 @@ class ParallelScorer:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now. A unit on which a worker died is scored alone."""
+        """Return True if a worker may get another unit now.
+
+        After a worker has died on a unit, the unit is sent only to an idle worker, which then gets no other unit until this
+        unit is scored.
+        """
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
     def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
@@ -389,7 +393,7 @@ class ParallelScorer:
                 self._found_killer(killer, reason, callbacks)
 
     def _found_killer(self, miss: Miss, reason: str, callbacks: OutcomeCallbacks) -> None:
-        self._killers[miss.key] = f"it killed its worker twice ({reason})"
+        self._killers[miss.key] = f"the sequence killed two workers ({reason})"
         callbacks.failed(miss, self._killers[miss.key])
         self._killers_in_a_row += 1
         if self._killers_in_a_row >= _KILLERS:
@@ -443,7 +447,7 @@ def settled(value: Any) -> Future[Any]:
 
 
 def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    """Set a future's result or error, unless it has one already."""
+    """Set a future's result or error. If the future already has a result or an error, do nothing."""
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(value)

@@ -33,8 +33,8 @@ class Unit:
     """Misses that one worker scores and commits together.
 
     Attributes:
-        again: True if a worker that had the unit was lost. The store may then already have some of the unit's sequences.
-        suspect: True if the lost worker died. A sequence of the unit may then be the cause.
+        again: True if a worker that had the unit was lost, so that the store may already have some of the unit's sequences.
+        suspect: True if a worker died while it had the unit, so that a sequence of the unit may be the cause.
         deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
@@ -101,7 +101,8 @@ class UnitQueue:
     def died_at(self, unit: Unit) -> Miss | None:
         """Split a unit on which a worker died into halves, and queue both halves ahead of all other units.
 
-        A unit with a single sequence is queued again. If a second worker dies on it, the sequence is returned instead.
+        A unit with a single sequence is queued again after the first death. After the second death, return its sequence
+        instead.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1

@@ -54,9 +54,9 @@ class Sent:
     """A decoded unit.
 
     Attributes:
-        keys: keys of the whole sequences, binary (n,).
-        sequences: the n sequences to score.
-        completion_lens: number of tokens in each whole completion, (n,).
+        keys: array of the keys of the whole sequences (binary).
+        sequences: the sequences to score.
+        completion_lens: array of the number of tokens in each whole completion.
     """
 
     keys: pa.Array
@@ -80,7 +80,7 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return the decoded image. Raises RowError if Pillow decodes it to different pixels on this machine."""
+        """Return the decoded image. Raises RowError if Pillow decodes the image to different pixels on this machine."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
             raise RowError("an image has different pixels on this worker, because its libraries decode the image differently")
@@ -91,7 +91,10 @@ class _SentPicture:
 
 
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
-    """Encode misses for a worker. Return the bytes, and the misses left out because an image cannot be read, with reasons."""
+    """Encode misses for a worker.
+
+    Return the bytes, and a dict of the misses that were left out because an image cannot be read: miss -> reason.
+    """
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     failed: dict[bytes, str] = {}
@@ -215,7 +218,7 @@ _LOOK_SECONDS = 0.01
 
 
 class UnitScorer:
-    """An object that scores units. It accepts several at a time, so that the engine does not wait for the next unit.
+    """An object that scores units. It accepts several units at a time, so that the engine does not wait for the next unit.
 
     Args:
         engine: the engine, whose `flow` runs only in a thread of this object.
@@ -238,7 +241,9 @@ class UnitScorer:
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score a unit and commit its values. To process several units at the same time, call this from one thread per unit.
+        """Score a unit and commit its values.
+
+        To score several units at the same time, call this method in a separate thread for each unit.
 
         Args:
             content: the unit, as the bytes that `encode` returned.
@@ -308,12 +313,12 @@ class UnitScorer:
 
 
 def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
-    """Return which of these sequences have all their values in a snapshot, bool (n,).
+    """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence.
 
     Args:
         now: the snapshot.
-        keys: keys of the whole sequences, binary (n,).
-        sequences: the n sequences, truncated in the same way as for scoring.
+        keys: array of the keys of the whole sequences (binary).
+        sequences: the sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
