@@ -1,7 +1,7 @@
 """Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
 
-All state is used only in the event loop. Units of work are relayed without being decoded. These are the frames about helping,
-by sender:
+All state is used only in the event loop. Units of work are relayed without being decoded. The service and
+its workers exchange these frames about helping:
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper

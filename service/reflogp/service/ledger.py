@@ -100,7 +100,7 @@ class Claim:
         deaths: number of workers that have died since the job last made progress.
         suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
             and smaller groups, to find the sequence that kills workers.
-        poison: sequences that killed workers and are no longer scored: a dict from each sequence's key (hex) to the reason.
+        poison: for each sequence that is no longer scored because it killed workers, its key (hex) and the reason.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
@@ -381,7 +381,8 @@ class Ledger:
 
         Args:
             suspects, poison: new values for the attributes of the job's Claim.
-            narrowed: whether this death reduced the number of suspects. A death that did so does not count toward `limit`.
+            narrowed: whether this death reduced the number of suspects. A death that reduced the number of suspects does not
+                count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:

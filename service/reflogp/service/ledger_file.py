@@ -156,7 +156,7 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Attempt a write and update `trouble`. If the file was damaged, check it again.
+        """Attempt a write and update `trouble`. If the file was found to be damaged, check the file again.
 
         Raise no error if the ledger cannot be used.
         """

@@ -87,7 +87,7 @@ class UploadFolder:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file without a name, for a single job. Return its path and SHA-256 digest.
+        """Receive a file without a name, for a single job, and return the file's path and SHA-256 digest.
 
         The file is kept for ten minutes, and after that for as long as a job needs it.
 
@@ -97,7 +97,7 @@ class UploadFolder:
         return file, digest
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Receive a file. Return its path, its SHA-256 digest and its size in bytes."""
+        """Receive a file, and return its path, its SHA-256 digest and its size in bytes."""
         if declared_length is not None:
             self._check_length(declared_length)
             if not await to_thread.run_sync(self._room.fits, declared_length):

@@ -197,7 +197,8 @@ class Engines:
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
         """Load an engine without unloading other engines. If memory runs out and other engines can be unloaded, return None.
 
-        An OutOfMemoryError is then not raised, because its traceback would keep the loaded parts of the model in memory.
+        None is returned instead of raising OutOfMemoryError, because the error's traceback would keep the loaded parts of the
+        model in memory.
         """
         try:
             return self._make(reference_id)

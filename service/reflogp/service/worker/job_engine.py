@@ -29,7 +29,7 @@ class JobEngine:
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: sequences that killed workers and are not scored: a dict from each sequence's key (hex) to the reason.
+        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.

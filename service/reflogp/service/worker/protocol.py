@@ -79,7 +79,7 @@ class HelpOrder:
     """An order from the service to a worker to help with another worker's job.
 
     Attributes:
-        poison: sequences that killed workers and are not scored: a dict from each sequence's key (hex) to the reason.
+        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
     """
 
     job: str

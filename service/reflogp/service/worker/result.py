@@ -1,7 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the snapshot
-that the store has then.
+At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the store's
+snapshot at that time.
 """
 
 from __future__ import annotations
