@@ -128,7 +128,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return (the device of each worker, a function that starts a worker, a function to call when the service stops).
+    """Return the device of each worker, a function that starts a worker, and a function to call when the service stops.
 
     The list of devices is empty when no models are configured.
     """

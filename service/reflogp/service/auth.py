@@ -109,8 +109,8 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     """Return a FastAPI dependency that admits requests whose token has the scope, and returns the token's name.
 
     Because links and EventSource cannot send an Authorization header, a GET or HEAD request without this header is admitted if
-    the browser is signed in with such a token. If the settings contain no tokens, every request is admitted. ServerSettings
-    allows this only on a loopback address.
+    the browser is signed in with a token that has the scope. If the settings contain no tokens, every request is admitted;
+    ServerSettings allows settings without tokens only if the service listens on a loopback address.
     """
 
     async def check(
@@ -145,7 +145,7 @@ def still_allowed(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return whether the caller may read everyone's data. Callers without this permission see only their own submissions."""
+    """Return True if the caller may read everyone's data, False if the caller may read only its own submissions."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 

@@ -136,8 +136,8 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
 
     Raises:
-        Problem: 415 for any other media type, 422 for a body that does not match the model, and any problem that `read_body`
-            raises.
+        Problem: 415 if the media type is not JSON, 422 for a body that does not match the model, and any problem that
+            `read_body` raises.
     """
     require_type(request, JSON)
     try:
@@ -176,7 +176,7 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON schema in which every reference to `$defs` is replaced with the definition itself.
 
-    Such a reference could not be resolved inside an OpenAPI document.
+    A reference to `$defs` could not be resolved inside an OpenAPI document.
     """
     definitions = schema.pop("$defs", {})
 
@@ -379,7 +379,7 @@ def _too_long(max_bytes: int) -> Problem:
 
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """Return (number of rows, whether the batch is compressed) for a record batch message, without decoding the batch."""
+    """Return the number of rows in a record batch, and whether it is compressed, without decoding the batch."""
     message = place(metadata, 0)
     kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:

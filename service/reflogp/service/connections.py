@@ -1,9 +1,9 @@
 """Add deadlines to uvicorn's connections, to disconnect clients that neither send requests nor read responses.
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
-that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for a
-head. If more are waiting, the connection that has waited longest is closed. Complete requests are therefore served even while
-other clients send their requests one byte at a time.
+that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for
+the head of a request. If more connections are waiting, the one that has waited longest is closed. Complete requests are
+therefore served even while other clients send their requests one byte at a time.
 """
 
 from __future__ import annotations

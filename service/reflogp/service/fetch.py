@@ -5,7 +5,8 @@
 The settings list the allowed URI prefixes. A host that a prefix names (https://data.example.org/prefs/, s3://team/) is trusted,
 even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses: the host
 name is resolved once, and the connection goes to one of the checked addresses. The prefix s3:// allows every bucket, and hf://
-allows every dataset repository on the Hugging Face Hub. The prefix of a repository allows its files at every revision.
+allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows the repository's files at every
+revision.
 
 If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
@@ -85,7 +86,7 @@ class _Uri:
 
     Attributes:
         host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub.
-            Empty only in a prefix.
+            The host may be empty only in a prefix from the settings (https://).
         port: None for object stores and the Hub.
         path: empty, or begins with a slash.
         query: empty, or begins with a question mark.
@@ -104,7 +105,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error if `fetch` would refuse a URI without opening a connection.
+    """Raise an error for a URI that `fetch` would refuse before it opens a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
@@ -261,7 +262,7 @@ def _hub_file(uri: _Uri) -> HubFile:
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Return whether the host of an allowed URI is trusted, that is, whether a prefix names the host or allows its bucket.
+    """Return whether a URI's host is trusted: a prefix in the settings names the host, or allows the bucket or repository.
 
     Raises:
         ValueError: no prefix allows the URI.

@@ -83,7 +83,7 @@ class Fetching:
             self._going_on[job].stop.set()
 
     def close(self) -> None:
-        """Stop all fetches. Jobs that are waiting for these fetches stay queued."""
+        """Stop all fetches. Jobs whose dataset has not been fetched yet stay queued."""
         for fetching in self._going_on.values():
             fetching.stop.set()
 

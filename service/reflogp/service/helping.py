@@ -1,6 +1,7 @@
 """Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
 
-All state is used only in the event loop. Units of work are relayed without being decoded.
+All state is used only in the event loop. Units of work are relayed without being decoded. The service and
+its workers exchange these frames about helping:
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper
@@ -65,8 +66,8 @@ class Helping:
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
         """Ask idle workers to help with a job if enough of the job remains.
 
-        A worker that would have to unload a model is not asked. While a job is being searched for a sequence that kills
-        workers, no worker is asked, so that only the job's own worker can die.
+        A worker that would have to unload a model is not asked. While the service searches a job for the
+        sequence that kills workers, no worker is asked to help, so that only the job's own worker can die.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:

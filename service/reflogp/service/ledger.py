@@ -72,8 +72,8 @@ class Submission:
     Attributes:
         identity: string that identifies the job. Submitting the same identity again does not create a second job.
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
-        lasting: False if only the dataset's location is known, so that its content may change later. If the earlier job with
-            the same identity is done, a submission that is not lasting creates a new job. A submission without an
+        lasting: False if only the dataset's location is known, so that its content may change later. A submission with
+            `lasting=False` creates a new job if the earlier job with the same identity is done. A submission without an
             Idempotency-Key also creates a new job if rows of the earlier job refer to image files, because `content` does not
             cover those files.
         source: where the worker finds the dataset: name and split, and if known, file, digest, path, uri and config.
@@ -98,10 +98,10 @@ class Claim:
 
     Attributes:
         deaths: number of workers that have died since the job last made progress.
-        suspects: keys (hex) of the sequences that a worker was scoring when it died. They are scored again in smaller and
-            smaller groups.
-        poison: key (hex) of each sequence that killed workers and is not scored again -> the reason.
-        request, traceparent: as in Submission, from the last submission that queued the job.
+        suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
+            and smaller groups, to find the sequence that kills workers.
+        poison: for each sequence that is no longer scored because it killed workers, its key (hex) and the reason.
+        request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
     id: str
@@ -120,7 +120,7 @@ class Ledger:
     """A ledger of jobs and uploads in one SQLite file.
 
     Args:
-        file: created if it does not exist.
+        file: path of the SQLite file, which is created if it does not exist.
         patience_seconds: how long a failing call is retried before it raises LedgerError.
 
     Raises:
@@ -229,7 +229,7 @@ class Ledger:
 
         Args:
             note: reason that is stored as the note of these jobs.
-            but: ids of the jobs that workers have. These jobs are left unchanged.
+            but: ids of the jobs that are on a worker, which are left unchanged.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
@@ -312,8 +312,8 @@ class Ledger:
 
         Args:
             progress: the latest progress.
-            committed: whether values of the job were committed to the store since the last call. If so, earlier deaths of
-                workers no longer count.
+            committed: whether values of the job were committed to the store since the last call. If values were committed,
+                earlier deaths of workers no longer count.
         """
 
         def progressed(db: sqlite3.Connection) -> None:
@@ -380,12 +380,14 @@ class Ledger:
         """Queue a job again after its worker died, and record the suspects and poison. End the job if it was cancelled.
 
         Args:
-            suspects, poison: see Claim.
-            narrowed: whether this death reduced the number of suspects. Such a death does not count toward `limit`.
+            suspects, poison: new values for the attributes of the job's Claim.
+            narrowed: whether this death reduced the number of suspects. A death that reduced the number of suspects does not
+                count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
-            The number of workers that have died since the job last made progress, excluding deaths that do not count.
+            The number of workers that have died since the job last made progress, excluding deaths that reduced the number of
+            suspects.
         """
 
         def died(db: sqlite3.Connection) -> int:
@@ -527,7 +529,10 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 
 
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
-    """Return a row of the job table as a Claim. Jobs recorded by an older version of reflogp have no origin."""
+    """Return a row of the table `job` as a Claim.
+
+    Jobs recorded by an older version of reflogp have no row in the table `origin`; then `origin` is None.
+    """
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),

@@ -65,7 +65,7 @@ class StateLock:
 def _locked(handle: int) -> bool:
     """Lock a file or folder; return False if another process holds the lock.
 
-    A file or folder whose file system does not support locks counts as locked.
+    If the file system does not support locks, return True, although no lock is held.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ class LedgerFile:
     """An SQLite file in WAL mode. Thread-safe.
 
     Args:
-        file: created if it does not exist.
+        file: path of the SQLite file, which is created if it does not exist.
         schema: SQL statements that create the tables. The statements run at every start, so they must be safe to repeat.
         version: version of the schema; a file with a higher version is refused.
         patience_seconds: how long a failing call is retried. While `trouble` is set, each call is tried only once.
@@ -156,7 +156,10 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Attempt a write, check a damaged file again, and update `trouble`. Raise no error if the ledger cannot be used."""
+        """Attempt a write and update `trouble`. If the file was found to be damaged, check the file again.
+
+        Raise no error if the ledger cannot be used.
+        """
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
             if isinstance(self.trouble, LedgerDamagedError):

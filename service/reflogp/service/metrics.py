@@ -79,8 +79,8 @@ class Metrics:
         Args:
             ready: number of workers that accept work.
             answering: number of workers that accept work and answer pings.
-            busy: worker's number -> (current operation of its engine, "load" or "pass"; seconds since the operation began), or
-                None if the engine is idle.
+            busy: what each worker's engine is doing ("load" or "pass") and for how many seconds, or None if the engine is idle;
+                by the worker's number.
         """
         self._workers.set(ready)
         self._answering.set(answering)
@@ -92,9 +92,9 @@ class Metrics:
         """Return all metrics in the Prometheus text format.
 
         Args:
-            jobs: state -> number of jobs. None leaves the job gauges unchanged.
+            jobs: number of jobs in each state. None leaves the job gauges unchanged.
             online_tokens: number of tokens in queued online requests.
-            memory: name of a process -> its resident memory in bytes.
+            memory: resident memory of each process in bytes, by the name of the process.
         """
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))

@@ -117,11 +117,11 @@ class JobProgress(BaseModel):
 
     rows: int = Field(0, description="Number of rows that this attempt has read so far.")
     sequences: int = Field(0, description="Number of sequences found in the dataset so far.")
-    done: int = Field(0, description="Number of sequences that were hits, were scored, or failed.")
+    done: int = Field(0, description="Number of sequences that are in the store, are duplicates, were scored, or failed.")
     hits: int = Field(
         0,
         description="Number of sequences that were not scored, because their values are in the store or because they are"
-        " duplicates within the dataset.",
+        " duplicates within the dataset. When the job is done, duplicates are no longer counted.",
     )
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(
@@ -182,9 +182,10 @@ class Job(BaseModel):
         return None if text is None else hide_secrets(text)
 
     def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """Return the job without the data of other submitters, for a token without the scope `read` that did not submit it.
+        """Return the job without other submitters' data, for a caller without the scope `read` who did not submit it first.
 
-        The returned settings and dataset are those of `asked`, the caller's own submission.
+        Args:
+            asked: the caller's own submission of the same job, if any. The returned job has its settings and dataset.
         """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(
@@ -209,7 +210,7 @@ class Jobs(BaseModel):
 
 
 class Histogram(BaseModel):
-    """A histogram. It has one more edge than counts."""
+    """A histogram. There is one count between each edge and the next, so there is one more edge than there are counts."""
 
     edges: list[float] = Field(description="Edges of the bars in ascending order.")
     counts: list[int] = Field(description="Number of values between each edge and the next.")

@@ -42,9 +42,9 @@ class Scored:
     Attributes:
         outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: seconds from the start of the round to the request's last outcome. Several requests may be computed in
-            one round.
-        queue_seconds: seconds from when the request reached the worker to the start of the round.
+        engine_seconds: seconds from the start of the computation to the request's last outcome. Several requests may share a
+            computation.
+        queue_seconds: seconds from when the request reached the worker to the start of the computation.
         snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
 
@@ -161,8 +161,8 @@ class OnlineScoring:
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
         """Resend the requests of a worker that died, and return whether it was computing a request when it died.
 
-        If a request was being computed, it is scored alone the next time. A request fails once _DEATHS workers have died while
-        computing it.
+        A request that was being computed is scored separately from other requests the next time. A request fails once _DEATHS
+        workers have died while computing it.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())

@@ -31,7 +31,7 @@ class _Write:
     """A write to the ledger.
 
     Attributes:
-        then: called once with the result, in the event loop.
+        then: called once, in the event loop, with the return value of `call`.
         settled: set when the write has succeeded or its first attempt has failed.
     """
 
@@ -53,7 +53,7 @@ class PendingWrites:
     """A queue of writes that record the progress and final states of jobs.
 
     Args:
-        ledger: the ledger to write to. It is called in threads.
+        ledger: the ledger to write to. Its methods are called in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -60,7 +60,7 @@ class WorkerHandle:
         broken: True if several consecutive starts have failed.
         silent_seconds: how long the worker has left a ping unanswered, or 0 if it has answered every ping.
         late: True if an answer to a ping is overdue.
-        doing: (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle.
+        doing: what the engine is doing ("load" or "pass") and for how many seconds, or None while the engine is idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -102,7 +102,7 @@ class WorkerHandle:
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """Kill the worker's process. The pool then starts a new one."""
+        """Kill the worker's process. The pool then starts a new process for the worker."""
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -120,7 +120,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping. If an earlier ping is still unanswered, add `passed` to `silent_seconds` instead."""
+        """Send a ping, or, if the last ping is still unanswered, add `passed` to `silent_seconds` instead."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -144,11 +144,11 @@ class Pool:
         configurations: one configuration per worker.
         start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
-        on_death: called when a worker's process has ended, with the reason. Not called while the pool is closing.
+        on_death: called when a worker's process has ended, with the reason; never called while the pool is closing.
         max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
             operating system does not kill some other process.
-        silence_seconds: time after which a worker that does not answer pings is killed. A starting worker gets ten times as
-            long.
+        silence_seconds: time after which a worker that does not answer pings is killed. For a worker that is still starting,
+            the time is ten times as long.
         max_pass_seconds: time after which a worker whose engine is still computing the same forward pass is killed, or None for
             no limit.
     """

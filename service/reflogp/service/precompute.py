@@ -384,7 +384,11 @@ class Precompute:
         await self._release(worker.number, running, (died, recorded))
 
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Take a job off its worker and record the job's new state. The job is always in `_running` or has a pending write."""
+        """Take a job off its worker and record the job's new state.
+
+        The write is queued before the job is removed from `_running`, so that `_requeue_lost` does not take the job for a lost
+        one.
+        """
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
@@ -396,7 +400,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the write that records how a worker ended a job."""
+        """Return the write to the ledger that records how a job ended on its worker."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -408,13 +412,13 @@ class Precompute:
                 return self._finish(job, "cancelled")
             case _:
                 why = {
-                    "interrupted": "a job with higher priority took its place",
+                    "interrupted": "a job with higher priority needed the worker",
                     "displaced": "the job's model was unloaded to make room for another model",
                 }
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
-        """Return the write that queues a running job again and records the reason."""
+        """Return the write to the ledger that queues a running job again and records the reason."""
         logger.info("job queued again: %s", note, extra={"job": job})
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
@@ -512,7 +516,7 @@ class Precompute:
     def _find_help(self, owner: int, running: _Running) -> None:
         """Ask workers that have no job to help with a running job.
 
-        Queued jobs take precedence: a helper that is given its own job stops helping.
+        Queued jobs take precedence: a helper that is given a queued job stops helping.
         """
         assert self._pool is not None
         if self._wanted.is_set() or self._closing or running.stop_reason is not None:

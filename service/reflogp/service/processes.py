@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return the number of bytes that were sent but that, as far as is known, the process has not read yet."""
+        """Return how many bytes were sent to the process but, as far as is known, have not been read by it yet."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None when the process has ended."""

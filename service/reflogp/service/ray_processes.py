@@ -149,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. If the relay does not respond in time, it is killed too, which ends its worker."""
+        """See WorkerProcess.kill. If the relay does not respond in time, kill the relay, which ends its worker."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -193,7 +193,9 @@ class RayWorkers:
     folders: tuple[Path, ...]
 
     async def start(self) -> WorkerProcess:
-        """Start a worker on a node with free resources. Wait for one if necessary, and log a warning if the wait is long.
+        """Start a worker on a node with free resources.
+
+        If no node has free resources, wait for a node, and log a warning if the wait is long.
 
         Raises:
             UsageError, EngineError: the worker could not be started. If the error was raised on a node, its message names the
@@ -218,7 +220,7 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Disconnect from the cluster. This ends any actors of this service that are still running."""
+        """Disconnect from the cluster, which ends any actors of this service that are still running."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:
@@ -233,7 +235,8 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     """Connect to a Ray cluster and return the object that starts the service's workers there.
 
     Args:
-        address: address of the cluster, as in `cluster.connect`.
+        address: "auto", host:port, ray://host:port or "local"; None uses $RAY_ADDRESS, or this machine if $RAY_ADDRESS is not
+            set.
         device: auto, cpu or cuda.
         count: number of workers, or None for as many as the cluster currently has resources for.
         store: URI of the store.

@@ -140,8 +140,9 @@ class ReferenceRegistry:
     def _is_something_else(self) -> bool:
         """Return whether the store's path contains something that is not a store.
 
-        A path that does not exist counts as an empty store. So does a folder with an incomplete table: the table is still being
-        created, or was left behind by an interrupted command (for example, because the disk was full).
+        A path that does not exist counts as an empty store. A folder with an incomplete table also counts as an empty store,
+        because the table is still being created, or was left behind by an interrupted command (for example, when the disk was
+        full).
         """
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))

@@ -34,7 +34,7 @@ def give_memory_back() -> None:
     """Make the C library return large blocks to the operating system as soon as they are freed.
 
     By default, each time blocks are freed, glibc may raise the minimum size of the blocks that it returns, up to 32 MiB. This
-    function prevents that. It does nothing with other C libraries.
+    function prevents that. With other C libraries, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

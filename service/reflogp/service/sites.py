@@ -1,13 +1,13 @@
 """Reject requests from other sites' pages, and add security headers to every response.
 
 Any page can make a browser send requests to this service. The browser may be behind a firewall, and it attaches this service's
-cookies. Three headers distinguish such requests from those made by our own pages and by programs:
+cookies. Three headers show whether a request comes from another site's page, or from our own pages or a program:
 
 - Host is the host name in the request's URL. Host names that an attacker owns and makes resolve to 127.0.0.1 (DNS rebinding)
   are rejected.
-- Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set this header. Browsers send it over HTTPS and to
-  loopback addresses.
-- Origin is the page's site. Browsers send this header with every request that can change something.
+- Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over
+  HTTPS and to loopback addresses.
+- Origin is the page's site. Browsers send Origin with every request that can change something.
 
 Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. For methods that change something,
 the rule is the same as in Go's net/http.CrossOriginProtection. For read-only methods, the rule is the standard resource
@@ -66,9 +66,9 @@ class SameSiteGuard:
     Args:
         allowed_hosts: host names to accept in requests. `*.example.org` accepts all subdomains of example.org. Loopback names
             are always accepted.
-        has_tokens: True if the service requires tokens. All IP addresses are then accepted, and so are all names if
-            `allowed_hosts` is empty, because a page under an attacker's host name has neither a token nor a cookie for this
-            service.
+        has_tokens: True if the service requires tokens. A service that requires tokens accepts all IP addresses, and accepts
+            all names if `allowed_hosts` is empty, because a page under an attacker's host name has neither a token nor a cookie
+            for this service.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
@@ -113,8 +113,8 @@ class SameSiteGuard:
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
     """Return whether a request's headers show that a browser sent it on behalf of another site's page.
 
-    Links on other sites are allowed to open pages of this service. A request with neither Sec-Fetch-Site nor Origin was not
-    sent on behalf of another site's page.
+    Links on other sites are allowed to open pages of this service. Return False for a request with neither Sec-Fetch-Site
+    nor Origin.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if method in SAFE_METHODS:
@@ -129,7 +129,7 @@ def is_from_elsewhere(method: str, headers: Headers) -> bool:
 def is_of_own_page(headers: Headers) -> bool:
     """Return whether a form was sent from a page of this service.
 
-    The Sec-Fetch-Site header decides. If it is missing, the Origin header does.
+    The Sec-Fetch-Site header decides; if the request has no Sec-Fetch-Site header, the Origin header decides.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:

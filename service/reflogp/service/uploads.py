@@ -1,7 +1,7 @@
 """Keep uploaded dataset files in one folder.
 
 Each file is named after its digest, so that a new upload does not affect readers of the old file. The ledger maps upload names
-to files. Only one UploadFolder in one process may use the folder. All methods except `receive` and `receive_nameless` block.
+to files. At any time, only one UploadFolder may use the folder. All methods except `receive` and `receive_nameless` block.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ class UploadFolder:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file without a name, for a single job. Return (file, sha256).
+        """Receive a file without a name, for a single job, and return the file's path and SHA-256 digest.
 
         The file is kept for ten minutes, and after that for as long as a job needs it.
 
-        Raise the same Problems as `receive`, except those about the name.
+        Raise the same Problems as `receive`, except the Problems about the name.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Receive a file. Return (file, sha256, size in bytes)."""
+        """Receive a file, and return its path, its SHA-256 digest and its size in bytes."""
         if declared_length is not None:
             self._check_length(declared_length)
             if not await to_thread.run_sync(self._room.fits, declared_length):
@@ -181,8 +181,8 @@ class UploadFolder:
 
         Return the number of deleted files.
 
-        A file is referenced if an upload uses it, or a job that has not completed (a failed or cancelled job can be retried).
-        Files that were received or resolved within the last ten minutes are never deleted.
+        A file is referenced if it is used by an upload, or by a job that is not done. A failed or cancelled job still uses its
+        file, because it can be retried. Files that were received or resolved within the last ten minutes are never deleted.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()

@@ -37,6 +37,8 @@ _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
 #: Bytes of memory needed for a report while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
+#: Description of each setting in the query string.
+_IN_QUERY = "Same as the field with this name in a JSON body. Used only if the body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
@@ -255,17 +257,20 @@ def _settings_of_query(
         Query(
             min_length=1,
             max_length=200,
-            description="Same as the field with this name in a JSON body. Used only if the body is the dataset.",
+            description=_IN_QUERY,
         ),
     ] = None,
-    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
-    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,
-    truncation_mode: Annotated[TruncationMode, Query(description="As above.")] = "keep_start",
-    ld_alpha: Annotated[float | None, Query(ge=0, le=1, description="As above.")] = None,
-    priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
-    title: Annotated[str, Query(max_length=200, description="As above.")] = "",
+    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description=_IN_QUERY)] = None,
+    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description=_IN_QUERY)] = None,
+    truncation_mode: Annotated[TruncationMode, Query(description=_IN_QUERY)] = "keep_start",
+    ld_alpha: Annotated[float | None, Query(ge=0, le=1, description=_IN_QUERY)] = None,
+    priority: Annotated[int, Query(ge=-100, le=100, description=_IN_QUERY)] = 0,
+    title: Annotated[str, Query(max_length=200, description=_IN_QUERY)] = "",
 ) -> JobSettings | None:
-    """Return the settings from the query string, or None if it names no reference. Used if the body is the dataset itself."""
+    """Return the settings from the query string, or None if it names no reference.
+
+    The settings are in the query string if the request body is the dataset itself.
+    """
     if reference is None:
         return None
     return JobSettings.model_validate(

@@ -137,8 +137,8 @@ def lookups_router(context: Context) -> APIRouter:
     def with_values(held: int, reading: int) -> int:
         """Return the number of bytes to reserve when token values are also read.
 
-        Row groups are always read as a whole. If that needs more memory than one request may reserve, the request reserves the
-        maximum.
+        Row groups are always read as a whole. If a row group needs more memory than one request may reserve, return the most
+        that one request may reserve.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 

@@ -106,7 +106,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
-        """Delete an upload. Jobs that were submitted with it can still read its file."""
+        """Delete an upload. Jobs that were submitted with the upload can still read its file."""
         await to_thread.run_sync(uploads.delete, name)
 
     return router

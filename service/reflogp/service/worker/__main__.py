@@ -4,7 +4,7 @@ The process reads frames from stdin and writes frames to stdout, until the servi
 
 The process has four threads. The main thread owns the engines and alternates between online requests and a job. Each of the
 other three threads has one task: reading frames, running jobs, or committing the values of online requests. Start the process
-with `python -m reflogp.service.worker`. Logs go to stderr.
+with `python -m reflogp.service.worker`. Logs go to stderr. The service and the worker exchange these frames:
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -65,7 +65,7 @@ class _Ordered:
     Attributes:
         helpers: workers that help with the job, or None if this is itself an order to help.
         why: reason why the worker must stop carrying out the order, or None to continue.
-        asked: requests from the worker that runs the job. Used only if this is an order to help.
+        asked: requests from the worker that runs the job; used only if this is an order to help.
     """
 
     order: JobOrder | HelpOrder

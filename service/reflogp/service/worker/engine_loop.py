@@ -129,7 +129,7 @@ class Engines:
     Only the engine loop's thread may use an object of this class.
 
     Args:
-        make: loads and returns the engine for a reference id. May raise EngineError and the same errors as
+        make: loads and returns the engine for a reference id. `make` may raise EngineError and the same errors as
             `describe_reference`.
         capacity: maximum number of loaded engines.
         pinned: id of a reference whose engine is never unloaded, or None.
@@ -197,7 +197,8 @@ class Engines:
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
         """Load an engine without unloading other engines. If memory runs out and other engines can be unloaded, return None.
 
-        The error is not raised to the caller, because its traceback would keep the loaded parts of the model in memory.
+        None is returned instead of raising OutOfMemoryError, because the error's traceback would keep the loaded parts of the
+        model in memory.
         """
         try:
             return self._make(reference_id)
@@ -224,7 +225,8 @@ class EngineLoop:
         engines: engines of the device.
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
-        window_seconds: time that a request waits for other requests to join its round. Applies only while requests overlap.
+        window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
+            recently overlapped.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return (what the engine is doing: "load" or "pass", seconds since it started), or None while the engine is idle."""
+        """Return what the engine is doing ("load" or "pass") and for how many seconds, or None while the engine is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
@@ -295,7 +297,9 @@ class EngineLoop:
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """Return the engine of a reference, loading it if necessary. Use it only for calls that run no forward pass.
+        """Return the engine of a reference, loading it if necessary.
+
+        Use the returned engine only for calls that run no forward pass.
 
         Raise the same errors as `flow`.
         """

@@ -38,7 +38,8 @@ class Helpers:
         may_come: True if the service has other workers, which may join as helpers.
 
     Attributes:
-        count, may_come: see `spread.scorer.Workers`.
+        count: number of workers that are helping with the job.
+        may_come: value of the argument `may_come`.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
@@ -56,7 +57,8 @@ class Helpers:
     def open(self, table: LogprobTable) -> None:
         """See Workers.open.
 
-        Each helper opens the table itself. The next call to `begin` also returns helpers that joined during an earlier attempt.
+        `table` is not sent to the helpers, because each helper opens the table itself. The next call to `begin` also returns
+        helpers that joined during an earlier attempt.
         """
         with self._lock:
             self._joined = list(self._here.values())

@@ -100,7 +100,8 @@ class JobCallbacks:
         report: called with two arguments: progress in the form used by the HTTP response, and whether values have been
             committed since the last call.
         announce: called with the keys (hex) of the sequences that are being computed on the device.
-        check: called at every step; raises JobStoppedError to stop the job. Values computed before that are still committed.
+        check: called at every step; raises JobStoppedError to stop the job. Values computed before the job stops are still
+            committed.
     """
 
     report: Callable[[dict[str, Any], bool], None]
@@ -112,7 +113,7 @@ class Progress(ProgressCallbacks):
     """Progress of a running job, reported at most four times per second, and after each commit.
 
     Attributes:
-        problems: row -> reason why the row has no values.
+        problems: reason why a row has no values, by row number.
 
     Args:
         job: the job's callbacks. Only `report` and `check` are called.
@@ -163,7 +164,7 @@ class Progress(ProgressCallbacks):
         self._report(committed=True)
 
     def finish(self, sequences: int, hits: int) -> None:
-        """Report the final counts. `hits` does not include duplicates."""
+        """Report the final counts. The argument `hits` does not include duplicates within the dataset."""
         self._sequences = self._done = sequences
         self._hits = hits
         self._report(now=True)
@@ -212,16 +213,17 @@ def run_job(
     Return the same summary as `reflogp score --json`, with an additional entry `image_files`: True if any row names an image
     file.
 
-    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the model's
-    folder when the job starts. If one of these files is modified while the job runs, the job starts over; it fails if the
-    content has changed. Values computed before that stay valid, because keys are computed from token ids and each reference has
-    its own table. The digest does not cover images that rows name by path, but the keys depend on the images' pixels.
+    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the
+    model's folder when the job starts. If a dataset or tokenizer file is modified while the job runs, the job starts over;
+    it fails if the dataset's content has changed. Values computed before a file was modified stay valid, because keys are
+    computed from token ids and each reference has its own table. The digest does not cover images that rows name by path,
+    but the keys depend on the images' pixels.
 
     Args:
         helpers: other workers that score parts of the job.
 
     Raises:
-        JobStoppedError, ModelUnloadedError: the job must stop now. It continues later unless it was cancelled.
+        JobStoppedError, ModelUnloadedError: the job must stop now. The job continues later unless it was cancelled.
         ReflogpError: the job failed.
     """
     with run_span(

@@ -25,11 +25,11 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine itself uses it only for calls that run no forward pass.
+        engine: the engine that the loop uses. JobEngine itself only calls methods of this engine that run no forward pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: key (hex) of each sequence that is not scored -> the reason why.
+        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.

@@ -79,7 +79,7 @@ class HelpOrder:
     """An order from the service to a worker to help with another worker's job.
 
     Attributes:
-        poison: see JobOrder.
+        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
     """
 
     job: str
@@ -94,10 +94,10 @@ class JobOrder:
     Attributes:
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset; other users may be able to write to it. None for a file in the
-            service's own folder.
-        result, report: paths of the files to write.
-        suspects, poison: see JobEngine.
+        root: allowed root folder that contains the dataset; other users may be able to write to the folder. `root` is None if
+            the dataset is in the service's own folder.
+        result, report: paths of the job's result and report, which the worker writes.
+        suspects, poison: see the arguments of JobEngine.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
     """
 

@@ -1,6 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-The dataset's windows are read again, and their values are looked up in the store's snapshot at the end of the job.
+At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the store's
+snapshot at that time.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def write_result(
     `reflogp.coverage` counts the rows that have values.
 
     Args:
-        problems: row -> reason why the row could not be scored.
-        check: called for each window; raises an error to stop the job.
+        problems: reason why a row could not be scored, by row number.
+        check: called for each group of rows; raises an error to stop the job.
     """
     means, dropped, named = _Means(), 0, []
     rows_in_all, written = 0, 0
@@ -208,7 +209,7 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield (window, unreadable rows since the previous window) for each window that has completions.
+    """Yield each group of rows that has completions, with the unreadable rows since the previous group.
 
     The unreadable rows are a dict from row number to the problem with the row.
     """
