@@ -35,7 +35,10 @@ def test_values_of_another_engine_are_hits_unless_one_engine_is_wanted(reflogp, 
         (["--engine", "vllm", "--vllm-option", "seed=1"], "vLLM option seed cannot be set"),
         (["--trust-claim"], "--trust-claim is an option of --engine remote"),
         (["--engine", "remote", "--url", "http://x:8000", "--ray"], "cannot be combined with --ray"),
-        (["--engine", "remote", "--url", "http://x:8000", "--claim", "ab" * 16], "there is no such file"),
+        (
+            ["--engine", "remote", "--url", "http://x:8000", "--claim", "ab" * 16],
+            "neither a file nor the id of a stored reference",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_named(reflogp, command, options, complaint):

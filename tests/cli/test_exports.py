@@ -349,7 +349,7 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
         (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "no mean: row 2"),
         (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write it again"),
         (without("src"), FAIRSEQ2, "has no column src"),
-        (noted(ld_alpha=0.5), DPO, "not plain sums"),
+        (noted(ld_alpha=0.5), DPO, "was joined with ld_alpha 0.5"),
         (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps the start of each sequence"),
         (noted(max_length=64), BRIDGE, "join it without --max-length"),
         (noted(max_length=64), FAIRSEQ2, "join it without --max-length"),

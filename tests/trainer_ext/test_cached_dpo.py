@@ -186,7 +186,7 @@ def test_arguments_that_contradict_a_stored_reference_are_refused(cached_trainer
         cached_trainer({"ref_model": policy()})
     with pytest.raises(UsageError, match="reference_id"):
         ReferenceSource(store)
-    with pytest.raises(UsageError, match="is reference"):
+    with pytest.raises(UsageError, match="the reference id of"):
         ReferenceSource(store, model=str(reference_folder), dtype="float32", reference_id="00" * 16)
 
 

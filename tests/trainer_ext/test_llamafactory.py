@@ -188,7 +188,7 @@ def test_another_template_is_other_rows(train, store, tmp_path):
     [
         ({"stage": "rm"}, (), "stage rm does not use reference log-probs"),
         ({"do_train": False, "do_eval": True, "eval_dataset": "new"}, (), "a run that only evaluates"),
-        ({"ignore_pad_token_for_loss": False}, (), "ignore_pad_token_for_loss: false"),
+        ({"ignore_pad_token_for_loss": False}, (), "with ignore_pad_token_for_loss=false"),
         ({"pref_loss": "simpo"}, (), "pref_loss simpo uses no reference model"),
         ({"ref_model_quantization_bit": 4}, (), "with ref_model_quantization_bit"),
         ({"streaming": True, "dataloader_num_workers": 1}, (), "is a stream"),

@@ -108,7 +108,7 @@ def test_this_trainers_own_model_computes_what_is_missing(cached_trainer, trl_tr
     assert trainer.joins["train"].computed == 50
     expected = trl_trainer(ld_alpha=0.4)
     assert np.abs(columns(trainer.train_dataset) - columns(expected.train_dataset)).max() <= 1e-3
-    with pytest.raises(MissingLogpsError, match="the policy does not start at the reference"):
+    with pytest.raises(MissingLogpsError, match="the policy does not start as the reference model"):
         cached_trainer({"reference": source, "policy_starts_at_reference": False})
 
 
@@ -274,5 +274,5 @@ def test_sources_that_contradict_themselves(store, reference_folder):
 def test_a_reference_id_says_which_dtype_is_meant(store, source, reference_folder):
     named = ReferenceSource(store, model=str(reference_folder), reference_id=source.reference_id)
     assert named.described == source.described and not named.chooses_dtype
-    with pytest.raises(UsageError, match="is not reference 0000"):
+    with pytest.raises(UsageError, match="is not the model"):
         ReferenceSource(store, model=str(reference_folder), reference_id="00" * 16)

@@ -149,7 +149,7 @@ class Bar(ProgressCallbacks):
 
 
 class _Rows:
-    """Row numbers, each with a message. All rows are counted; the first few are stored for printing."""
+    """Numbers of rows, each with a message. All rows are counted, but only the first few are stored, for printing."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []

@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data twice, train on the joined values and plot them, all without a network.
 
-The code performs the same steps as a user would, in the same order.
+The demo performs the same steps as a user would, in the same order.
 """
 
 from __future__ import annotations

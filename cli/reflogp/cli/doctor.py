@@ -36,7 +36,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        what: name of what was checked.
+        what: the part of the installation that was checked.
         state: "broken" if the user has to fix a problem; "note" for information that needs no action; otherwise "ok".
         said: description of the result.
         help: command or step that fixes the problem, or an empty string if there is nothing to fix.
@@ -100,7 +100,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return an extra's missing packages, and its packages whose installed version does not meet the requirement."""
+    """Return the packages that an extra requires and that are missing, and those whose installed version is not allowed."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
@@ -128,7 +128,10 @@ def _vllm() -> Finding:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
     if os.access(made := ".venv-vllm/bin/python", os.X_OK):
         return Finding(
-            "vllm", "note", "in .venv-vllm, but REFLOGP_VLLM_PYTHON is not set", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}"
+            "vllm",
+            "note",
+            "vLLM is in .venv-vllm, but REFLOGP_VLLM_PYTHON is not set",
+            f"export REFLOGP_VLLM_PYTHON=$PWD/{made}",
         )
     return Finding(
         "vllm",
@@ -182,7 +185,8 @@ def _model(model: str) -> Iterator[Finding]:
 
 
 def _largest_room() -> int | None:
-    """Return the free memory, in bytes, of the device that has the most, or None without torch or the service extra."""
+    """Return the free memory, in bytes, of the device that has the most, or None if torch or the service extra is not
+    installed."""
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch

@@ -138,16 +138,14 @@ def engine_choice(
 def claimed_reference(claim: str, store: Store) -> Reference:
     """Return the reference that --claim names: an id in the store, or a file written by `reflogp reference`.
 
-    Raises UsageError if `claim` is neither.
+    Raises UsageError if `claim` is neither such an id nor such a file.
     """
     file = Path(claim).expanduser()
     if not file.is_file():
         try:
             return store.table(claim).reference
         except ReflogpError as error:
-            raise UsageError(
-                f"--claim {claim}: there is no such file, and it is not the id of a stored reference either: {error}"
-            ) from error
+            raise UsageError(f"--claim {claim} is neither a file nor the id of a stored reference: {error}") from error
     try:
         return Reference.from_json(file.read_text(encoding="utf-8"))
     except ValueError as error:

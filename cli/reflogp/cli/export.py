@@ -66,7 +66,8 @@ def export(
 
     Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
     rows of the token ids that the stack itself produces (prompt_ids, chosen_ids, rejected_ids), in the order of its training
-    dataset. Every row needs values. If some rows have none, this command lists them, writes nothing, and exits with code 3.
+    dataset. Every row needs values. If some rows have no values, this command lists these rows, writes nothing, and exits with
+    code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 

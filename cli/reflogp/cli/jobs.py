@@ -98,13 +98,13 @@ def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_jso
 
 @app.command("cancel")
 def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Cancel a job. Values that were already computed stay in the store, so a retry continues from there.
+    """Cancel a job. Values that the job has already computed stay in the store, so a retry scores only the remaining sequences.
 
     Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
     """
     with Client(url, token) as client:
         found = client.cancel(job)
-    ending = "" if found.finished else ": it ends after its current forward pass"
+    ending = "" if found.finished else ": the job ends after its current forward pass"
     _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
 
 
@@ -126,7 +126,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a completed job's values: each dataset row's keys and reference log-probs, or the reason why it has none.
+    """Save a completed job's values: each dataset row's keys and reference log-probs, or the reason why the row has none.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """

@@ -91,7 +91,7 @@ def _run() -> tuple[int, str | None]:
     Usage errors are printed in typer's format, with control characters in quoted text escaped.
 
     Returns:
-        The exit code, and the error's message, or None if there was no error.
+        The exit code and the error's message; the message is None if there was no error.
     """
     try:
         code = app(standalone_mode=False)

@@ -35,8 +35,8 @@ def reference(
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
     """Return a model's local folder and its reference. If no dtype was given, print why the dtype was chosen.
 
-    Unless their digests are cached, the weights are hashed, with a progress bar. See `choose_reference` for `otherwise` and the
-    errors.
+    If the digests of the weights are not cached, the weights are hashed, with a progress bar. `choose_reference` documents the
+    parameter `otherwise` and the errors.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

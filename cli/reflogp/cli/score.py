@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command. Its --ray option may be given without an address, even if the next argument is the model."""
+    """The `score` command. The --ray option may be given without an address, even if the next argument is the model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):

@@ -164,7 +164,7 @@ def vacuum_(
 ) -> None:
     """Delete shards replaced by compaction, and files left behind by crashed writers, after the retention period.
 
-    Snapshots that need a deleted shard can no longer be read. Trying to read one raises an error that explains this.
+    Snapshots that need a deleted shard can no longer be read. Trying to read such a snapshot raises an error that explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -290,7 +290,7 @@ class _Tables:
     Tables with errors are reported and skipped.
 
     Attributes:
-        failed: reference id -> error message, for each table that was skipped.
+        failed: the error message of each table that was skipped, by reference id.
     """
 
     def __init__(self, store: Store, reference: str | None) -> None:
@@ -307,7 +307,9 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. The message names `holder`, which can contain only one."""
+        Raises UsageError unless there is exactly one reference. `holder` is what can contain only one reference, as the error
+        message names it (for example, "an export").
+        """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
             raise UsageError(f"{holder} can contain only one reference; choose one with --reference: {names}")
@@ -316,8 +318,8 @@ class _Tables:
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Call `work` for every table and return the results.
 
-        If there are several tables, print an error as one sentence and continue with the next table. If there is only one,
-        raise the error.
+        If there are several tables, print an error as one sentence and continue with the next table. If there is only one
+        table, raise its error.
         """
         done = []
         for reference in self.references:

@@ -63,8 +63,8 @@ class CachedReferenceMixin(_AnyTrainer):
     Args:
         reference: where the reference log-probs are stored.
         policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
-            first batch are compared with the joined values before the first step. Pass False if the policy starts elsewhere,
-            for example from a later checkpoint.
+            first batch are compared with the joined values before the first step. Pass False if the policy starts as another
+            model, for example from a later checkpoint.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes in use (reflogp.trainer.tolerances).
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
@@ -188,8 +188,8 @@ class CachedReferenceMixin(_AnyTrainer):
     def _join(self, dataset: Any, name: str) -> Any:
         """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset that has
-        rows without values is returned unchanged.
+        A dataset that has rows without values is returned unchanged. The error about these rows is raised only after all
+        datasets have been looked up.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
         settings = self._reference_settings()

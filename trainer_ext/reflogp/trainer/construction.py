@@ -1,4 +1,4 @@
-"""Prevent a trainer's constructor from creating a reference model, and undo its changes to its arguments if it fails.
+"""Prevent a trainer's constructor from creating a reference model, and undo its changes to the arguments if it fails.
 
 With stored values, TRL must not load or copy a reference model, hash the policy's weights, or use a reference model during
 training.
@@ -64,8 +64,8 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
     when it precomputes log-probs. TRL <= 1.1 always creates a reference model (with `create_model_from_path`; in earlier
-    versions, with `create_reference_model`). These functions are replaced in every module in `trl_modules(trainer_class)` that
-    has them.
+    versions, with `create_reference_model`). TRL's functions that hash the policy or create a reference model are replaced in
+    all modules that `trl_modules` returns.
 
     Args:
         trainer_class: the class of the trainer.
@@ -100,8 +100,8 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
     """Record the state of the given objects, and restore it if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, insert LoRA layers into a plain model, replace a model's `forward`,
-    disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second trainer created with
-    the same objects would start with them.
+    disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second trainer that gets the
+    same objects would start with changed objects.
 
     Args:
         given: models and tokenizers; other objects are ignored. Models are not moved back to their original devices.

@@ -35,7 +35,8 @@ class Found:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
         asked: the keys and completion lengths that this process's rows need.
-        columns: each column's values by column name, float32 (n,), in nats; NaN for the rows in `misses`.
+        columns: the values in nats of each reference column, float32 of shape (n,), by column name; NaN for the rows in
+            `misses`.
         misses: rows without values, or None if every row has values.
         scored: number of rows that the service was asked to score during this join.
     """

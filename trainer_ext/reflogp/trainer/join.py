@@ -54,7 +54,7 @@ class Misses:
 
     Attributes:
         dataset: name of the dataset.
-        rows: numbers of the rows, int64 (n,).
+        rows: numbers of the rows without values, int64 of shape (n,).
         of: number of rows in the dataset.
         has_kl: whether the rows include sequences for KTO's KL term.
         own_found: whether some rows' own completions (not those of the KL pairs) have values.
@@ -122,7 +122,7 @@ def join_reference_logps(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> AnyDataset:
-    """Return `dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
+    """Return `dataset` with the added columns ref_chosen_logps and ref_rejected_logps (KTO: ref_logps and ref_KL_logps).
 
     Args:
         dataset: tokenised rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
@@ -268,8 +268,8 @@ def with_columns(
     """Return the dataset with reference columns added, and the names of the reference columns that it already had.
 
     Args:
-        columns: each column's values by column name, float32 (n,), in nats.
-        tokens: for each column, the number of log-probs in each sum, int64 (n,).
+        columns: the values in nats of each reference column, float32 of shape (n,), by column name.
+        tokens: for each column, the number of log-probs in each sum, int64 of shape (n,).
         dtype: dtype in which the reference was scored; existing columns may differ by the rounding error of this dtype.
 
     Raises BroughtColumnsError if the values of an existing column differ from the reference's.
@@ -295,8 +295,8 @@ def join_stream(
     """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the opened values. They must be open already, because Delta's library cannot open values in a data loader's
-            worker, which is a forked process.
+        values: the opened values. A data loader's worker, which is a forked process, cannot open them itself, because Delta's
+            library does not support this.
         trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for error messages.
     """

@@ -98,7 +98,7 @@ Columns = dict[str, npt.NDArray[np.float32]]
 
 
 def save_columns(columns: Columns) -> Path:
-    """Write columns of equal length, each float32 (n,), to a file in the cache folder, and return the file's path.
+    """Write columns, each float32 of shape (n,), to a file in the cache folder, and return the file's path.
 
     The file's name is a hash of its content, so runs that join the same values share the file. The file can be deleted once no
     run uses it.

@@ -40,7 +40,7 @@ def no_own_reference(trainer: Any) -> str:
     underlying weights have not changed since the trainer was created. All processes must call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
-        return "the policy does not start at the reference (policy_starts_at_reference=False)"
+        return "the policy does not start as the reference model (policy_starts_at_reference=False)"
     return "" if is_unchanged(trainer) else "the policy's weights have changed since the trainer was created"
 
 
@@ -53,7 +53,7 @@ def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str
         batch: the collated batch, on the model's device.
 
     Returns:
-        sums in nats, (n,), by reference column name.
+        sums in nats, each tensor of shape (n,), by reference column name.
     """
     compute = getattr(trainer, "compute_ref_log_probs", None) or trainer.compute_reference_log_probs
     was_training = model.training
@@ -83,9 +83,10 @@ def fill_in(
     Args:
         trainer: the trainer whose model computes the log-probs.
         dataset: the tokenised rows, as prepared by TRL.
-        missing: numbers of the rows without values, int64 (n,).
-        columns: each column's values by column name, float32 (n,), in the form that the trainer's loss reads.
-        tokens: for each column, the number of log-probs in each sum, int64 (n,).
+        missing: numbers of the rows without values, int64 of shape (n,).
+        columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
+            column name.
+        tokens: for each column, the number of log-probs in each sum, int64 of shape (n,).
         dtype: dtype in which the reference was scored.
 
     Returns:
@@ -116,7 +117,8 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Return the reason why a trainer's model may not have the weights in its reference's files; empty if it has them."""
+    """Return the reason why a trainer's model may not have the weights in the reference's files; empty if the weights are the
+    same."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="

@@ -20,10 +20,10 @@ class PaddedBatch:
     """A batch of prompt and completion tokens, padded on both sides, with a description of which log-probs are needed.
 
     Attributes:
-        input_ids: token ids, (rows, width).
-        attention_mask: 0 at padding and 1 at all other tokens, (rows, width).
-        completion: number of tokens at the end of each row whose log-probs are needed. If it equals the width, log-probs are
-            needed for every token that has a context.
+        input_ids: token ids, shape (rows, width).
+        attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
+        completion: number of tokens at the end of each row whose log-probs are needed. If `completion` equals the width,
+            log-probs are needed for every token that has a context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """
@@ -50,7 +50,7 @@ class PaddedBatch:
         )
 
     def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
-        """Return the sequences to score, as (sequences without padding, sequences that keep their padding).
+        """Return the sequences to score, in two lists: sequences without padding, and sequences that keep their padding.
 
         A row's padding can be omitted if it only shifts all positions by the same amount and the model's attention depends only
         on relative positions. A row keeps its padding in these cases: the model has absolute positions and the row has left
@@ -79,7 +79,7 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Return log-probs in the batch's shape, (rows, completion), with zeros where no log-prob is needed."""
+        """Return log-probs as an array of shape (rows, completion tokens), with zeros where no log-prob is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
@@ -94,8 +94,8 @@ class Wanted:
 
     Attributes:
         row, start: row and column of the completion's first value in the batch.
-        prompt_ids, completion_ids: token ids of the sequence, (n,) and (m,).
-        attention_mask: mask of the prompt and the completion, (n + m,), or None if the sequence contains no padding.
+        prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
+        attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
     """
 
     row: int

@@ -70,8 +70,8 @@ class Traffic:
 class RemoteReference(ReferenceDuringTraining):
     """A reference model that runs in a service, and whose log-probs this object requests.
 
-    A RemoteReference cannot be called like a model, because it would have to transfer [tokens, vocabulary] logits for each
-    batch, although only one number per token is needed. Call `per_token_logps` to get these numbers.
+    A RemoteReference cannot be called like a model, because the service would have to send the logits of the whole vocabulary
+    for each token, although only one log-prob per token is needed. Call `per_token_logps` to get the log-probs.
 
     Args:
         source: a running service and the reference model's name, path or id.
@@ -143,15 +143,15 @@ class RemoteReference(ReferenceDuringTraining):
         """Return the log-prob of each token given the tokens before it.
 
         Args:
-            input_ids: token ids, (rows, width), padded on either side.
-            attention_mask: 0 at padding and 1 at all other tokens, (rows, width), or None if there is no padding.
+            input_ids: token ids, padded on either side, shape (rows, width).
+            attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width), or None if there is no padding.
             completion_tokens: number of tokens at the end of each row whose log-probs to return, or None for all tokens except
                 the first.
             temperature: value by which logits are divided.
 
         Returns:
-            float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and zero for
-            a row's first token if completion_tokens is None.
+            log-probs, float32 of shape (rows, completion_tokens), or (rows, width - 1) if `completion_tokens` is None, on the
+            device of `input_ids`. Log-probs are zero at padding and, if `completion_tokens` is None, at each row's first token.
 
         Raises:
             UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.
@@ -203,7 +203,8 @@ class RemoteReference(ReferenceDuringTraining):
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:
-        """Return a batch's values, (rows, completion), which are requested now unless `begin` has already requested them.
+        """Return a batch's values as an array of shape (rows, completion tokens). If `begin` has not requested the values yet,
+        request them now.
 
         Raises the errors of `per_token_logps`.
         """

@@ -138,7 +138,7 @@ class ReferenceSource:
         return of_run
 
     def of(self, reference: Reference) -> ReferenceSource:
-        """Return a copy of this source that uses the given reference, which was chosen for its model."""
+        """Return a copy of this source that uses `reference`, which was chosen for the source's model."""
         found = copy.copy(self)
         found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found
@@ -220,9 +220,14 @@ def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: 
         possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)
         if found is None:
-            raise UsageError(f"{model} is not reference {reference_id} in any dtype")
+            raise UsageError(
+                f"the reference {reference_id} is not the model {model} in any dtype: omit model= or reference_id="
+            )
         return found
     found = describe_reference(model, "bfloat16" if dtype == AUTO else dtype, lm_head_dtype=lm_head_dtype)
     if reference_id not in (None, found.reference_id):
-        raise UsageError(f"{model} in {dtype} is reference {found.reference_id}, not {reference_id}")
+        raise UsageError(
+            f"the reference id of {model} in {dtype} is {found.reference_id}, but reference_id={reference_id}: omit model= or "
+            "reference_id="
+        )
     return found

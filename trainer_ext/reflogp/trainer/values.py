@@ -67,7 +67,8 @@ class Values(Protocol):
         """Look up the log-probs that a dataset's rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return the token values for each key, list<float32>; null if a key has no values or its values are damaged.
+        """Return a list of token values (list<float32>) for each key, or null if the key has no values or its values are
+        damaged.
 
         Raises UsageError if only sums are available.
         """
@@ -165,7 +166,8 @@ class ServiceValues:
             if reference in (found.name, found.reference_id):
                 if described is not None and found.reference_id != described.reference_id:
                     raise UsageError(
-                        f"{url} serves {reference} as reference {found.reference_id}, not {described.reference_id}"
+                        f"{reference} in {url} has the reference id {found.reference_id}, but the given model has "
+                        f"{described.reference_id}: omit model= or reference="
                     )
                 return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
         names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
@@ -173,7 +175,8 @@ class ServiceValues:
 
     @staticmethod
     def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
-        """Return the candidates that a service serves. If `name` is given, return only the candidate with this name or id."""
+        """Return those references in `candidates` that a service serves. If `name` is given, return only the candidate with
+        this name or id."""
         with Client(url.rstrip("/"), token) as client:
             served = {known.reference_id for known in client.references() if name in (None, known.name, known.reference_id)}
         return [reference for reference in candidates if reference.reference_id in served]
@@ -292,7 +295,8 @@ class FileValues:
         check_ld_alpha(asked.columns, settings.ld_alpha)
         if settings != self._settings:
             raise UsageError(
-                f"{self.where.store} was joined with {self._settings}, but this run has {settings}: create the file again"
+                f"{self.where.store} was joined with {self._settings}, but this run has {settings}: create "
+                "the file again with the settings of this run"
             )
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
@@ -349,7 +353,7 @@ def _keys(table: pa.Table, name: str) -> pa.FixedSizeBinaryArray:
 
 
 def _joined(keys: list[pa.Array]) -> pa.Array:
-    """Concatenate the keys of each row into one key, binary(16 * columns)."""
+    """Concatenate the 16-byte keys of each row into one key per row."""
     parts = [np.frombuffer(part.buffers()[1], np.uint8)[part.offset * 16 :][: len(part) * 16].reshape(-1, 16) for part in keys]
     whole = np.ascontiguousarray(np.concatenate(parts, axis=1))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16 * len(keys)), len(whole), [None, pa.py_buffer(whole)])

@@ -4,9 +4,9 @@ Stored log-probs are looked up by token ids alone. Datasets are therefore checke
 is trained with the values of a different input.
 
 TRL tokenises pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
-tokens from which a row's keys are computed. For this purpose, the collator gets blank images of the same sizes, so that no
-pixels have to be processed, and image ids then replace the image tokens (reflogp.store.images). Because the collator drops the
-reference columns, the columns are added to its output.
+tokens from which a row's keys are computed. To compute keys, the collator gets blank images of the same sizes as the row's
+images, so that no pixels have to be processed, and image ids then replace the image tokens (reflogp.store.images). Because the
+collator drops the reference columns, reflogp adds these columns to the collator's output.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
-    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids for image tokens.
+    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids in place of image
+    tokens.
 
     One process on each node computes the token ids, using `dataset_num_proc` worker processes.
 
@@ -248,7 +249,7 @@ class RowTokens:
 
 
 class CollatorWithReference:
-    """A collator that adds the rows' reference columns, float32 (rows,), to the batches from TRL's collator.
+    """A collator that adds the rows' reference columns (float32 of shape (rows,)) to the batches from TRL's collator.
 
     Attributes:
         collator: TRL's collator.

@@ -1,6 +1,6 @@
 """Read preference pairs with reference log-probs from a file written by `reflogp join`, or from a job's result.
 
-Every export needs a finite value for each row of the dataset, in dataset order. This module checks both conditions.
+Every export needs a finite value for each row of the dataset, in dataset order. This module checks the values and the order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class JoinedPairs:
         file: file that the pairs were read from.
         reference_id, reference_dtype, snapshot: the reference and snapshot that the values come from.
         max_length, truncation_mode: settings that the pairs were joined with.
-        chosen_logps, rejected_logps: sums over the completion's tokens in nats, float32 (n,), finite.
-        chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 (n,).
+        chosen_logps, rejected_logps: finite sums over the completion's tokens in nats, float32 of shape (n,).
+        chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 of shape (n,).
         own_columns: names of the dataset's own columns; empty for a job's result.
     """
 
@@ -74,8 +74,8 @@ def read_pairs(file: Path) -> JoinedPairs:
 
     Raises:
         RowsWithoutValuesError: some rows of the dataset have no values. The error lists these rows.
-        UsageError: the file does not exist, has no values for pairs, has values that are not plain sums or are not finite, or
-            its rows are out of order.
+        UsageError: the file does not exist, has no values for pairs, was joined with `ld_alpha`, has values that are not
+            finite, or has rows out of order.
     """
     try:
         opened = pq.ParquetFile(file)
@@ -98,7 +98,8 @@ def read_pairs(file: Path) -> JoinedPairs:
         raise UsageError(f"{file} has no {', '.join(lacking)}; write it again with this version of reflogp")
     if ld_alpha is not None:
         raise UsageError(
-            f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums; join it again without ld_alpha"
+            f"{file} was joined with ld_alpha {ld_alpha}, but exports need sums in which every token has the weight 1; join it "
+            "again without ld_alpha"
         )
     with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])

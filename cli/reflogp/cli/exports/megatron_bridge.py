@@ -37,8 +37,8 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
 
     The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
     The trainer compares the fingerprint's fields and ignores the other entries. The trainer rejects a folder without metadata.
-    To make sure that it rejects the folder of an interrupted export, the old metadata is deleted first and the new metadata is
-    written last.
+    The old metadata is deleted first and the new metadata is written last, so that the trainer also rejects the folder of an
+    interrupted export.
 
     Args:
         pairs: the pairs to write.

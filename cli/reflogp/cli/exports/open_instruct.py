@@ -26,9 +26,10 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
-    """Write `<folder>/<cache_hash>.pt`: {"chosen_logps", "rejected_logps"}, float32 (n,), ordered by the dataset's index.
+    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), by row.
 
-    The values are sums for dpo and wpo, and means over the completion's tokens for dpo_norm; see DPOLossType.is_average_loss.
+    The values are sums for dpo and wpo, and means over the completion's tokens for dpo_norm, as open-instruct defines in
+    DPOLossType.is_average_loss.
 
     Args:
         pairs: the pairs to write.

@@ -59,7 +59,7 @@ class ReferenceAudit(TrainerCallback):
     - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
       means over all processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. `schedule` also
       reports logs, evaluations and saves that the settings require but that did not happen. Additional logs, evaluations and
       saves are allowed.
 
@@ -75,12 +75,13 @@ class ReferenceAudit(TrainerCallback):
     Args:
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If None, the tolerance depends on the dtypes
-            and the type of model, and a reference that was scored in a different dtype than the policy's is rejected.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
+            on the dtypes and the type of model, and a reference that was scored in a different dtype than the policy's is
+            rejected.
         spot_rows: number of rows in the spot check.
 
     Attributes:
-        step_zero: result of the step-0 gate, or None before the first step or if the check is disabled.
+        step_zero: result of the step-0 gate; None before the first step, and if the step-0 gate did not run.
         findings: the problems that each check found, by check name; checks without problems are not listed.
 
     Examples:
@@ -131,7 +132,7 @@ class ReferenceAudit(TrainerCallback):
     def attach(self, trainer: Any) -> ReferenceAudit:
         """Watch a trainer: add this callback to the trainer and wrap the trainer's training step.
 
-        The audit expects a TRL trainer's policy to start as the reference model. If the policy starts elsewhere, set
+        The audit expects a TRL trainer's policy to start as the reference model. If the policy starts as another model, set
         `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
@@ -312,7 +313,7 @@ class ReferenceAudit(TrainerCallback):
         """Run the step-0 gate.
 
         Args:
-            seen: function that returns the `differences` for this process's batch.
+            seen: function that returns the result of `step_zero.differences` for this process's batch.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("the step-0 gate", seen))
@@ -394,7 +395,7 @@ class ReferenceAudit(TrainerCallback):
         The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
-            why = "the policy does not start at the reference"
+            why = "the policy does not start as the reference model"
         else:
             why = no_own_reference(self._trainer)
         if why and "step_zero" in self.checks:

@@ -20,8 +20,8 @@ class Schedule:
         args: the trainer's settings.
         max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
         first_step: global step at which the run was started or resumed.
-        every: interval in steps, by event, if known. The interval can differ from the settings, because transformers resumes a
-            run with the intervals in its checkpoint.
+        every: number of steps between two events of a type, by event, if known. The interval can differ from the settings,
+            because transformers resumes a run with the intervals in its checkpoint.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
@@ -67,7 +67,7 @@ class Schedule:
         return problems
 
     def came(self, event: str, step: int) -> None:
-        """Record an event at `step`.
+        """Record that a log, an evaluation or a save (`event`) happened at `step`.
 
         Events that no setting requires are allowed, because callbacks may log, evaluate and save at any time.
         """

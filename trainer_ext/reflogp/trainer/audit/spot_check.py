@@ -26,7 +26,7 @@ class SpotCheck:
     """The result of a spot check.
 
     Attributes:
-        by: what scored the rows ("service" or "policy"), or the reason why they could not be scored again.
+        by: what scored the rows ("service" or "policy"), or the reason why the rows could not be scored again.
         rows: numbers of the checked rows in the training dataset.
         seen: the result of `step_zero.differences` for each group of sequences that this process scored.
     """
@@ -40,7 +40,7 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     """Score some rows of the training dataset again; all processes choose the same rows.
 
     Args:
-        trainer: a cached trainer.
+        trainer: a trainer whose training dataset has joined reference columns.
         model: the model that is passed to `training_step`.
         rows: maximum number of rows.
         seed: seed for choosing the rows.
@@ -71,7 +71,7 @@ def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the policy's sums, the joined sums, numbers of completion tokens) for a collated batch, each (n,)."""
+    """Return three tensors of shape (n,) for a collated batch: the policy's sums, the joined sums, and the token counts."""
     found = reference_logps(trainer, model, batch)
     names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
     policy = torch.cat(list(found.values()))

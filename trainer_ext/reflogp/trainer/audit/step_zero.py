@@ -93,8 +93,7 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError, with the name of the check, if the reference was scored in a different dtype than the
-        policy's."""
+        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error names `check`."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
@@ -106,14 +105,15 @@ class StepZero:
 
 
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
-    """Return [sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences, not finite].
+    """Return five numbers that describe how much the policy's sums differ from the reference's.
 
-    Sequences for which only the policy's sum is not finite are counted as not finite and otherwise ignored.
+    The numbers are the count of compared sequences, the largest |difference|, the largest |difference| / sqrt(tokens), the sum
+    of the differences, and the count of sequences that were not compared because only the policy's sum is not finite.
 
     Args:
-        policy: sums of the policy's log-probs, (n,).
-        reference: the joined sums, (n,).
-        tokens: number of completion tokens of each sequence, (n,).
+        policy: sums of the policy's log-probs, shape (n,).
+        reference: the joined sums, shape (n,).
+        tokens: number of completion tokens of each sequence, shape (n,).
     """
     policy, reference = policy.double().cpu(), reference.double().cpu()
     compared = torch.isfinite(policy) | ~torch.isfinite(reference)
@@ -135,10 +135,10 @@ def compared(
     accelerator: Any,
     advice_for_dtype: Callable[[str], str] | None = None,
 ) -> StepZero:
-    """Combine the `differences` of several batches and processes into one result.
+    """Combine the results of `differences` for several batches and processes into one result.
 
     Args:
-        parts: the `differences` of each batch.
+        parts: the result of `differences` for each batch.
         allowed: maximum of |policy - reference| / sqrt(tokens), in nats. If None, the maximum depends on the dtypes and the
             type of model.
         reference_dtype: dtype in which the reference was scored.

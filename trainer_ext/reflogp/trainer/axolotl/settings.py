@@ -29,8 +29,10 @@ class StoredReferenceSettings(BaseModel):
     reference_id: str | None = Field(None, description="the reference's id, instead of a model")
     snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
-    policy_starts_elsewhere: bool = Field(False, description="the policy does not start as the reference")
-    step_zero_tolerance: float | None = Field(None, description="allowed difference on the first batch, in nats/√tokens")
+    policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start as the reference")
+    step_zero_tolerance: float | None = Field(
+        None, description="allowed difference between policy and reference on the first batch, in nats/√tokens"
+    )
     on_finding: Literal["fail", "warn"] = Field("fail", description="what to do if reference values are wrong")
 
     @property

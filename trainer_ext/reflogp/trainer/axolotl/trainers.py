@@ -17,8 +17,8 @@ from reflogp.trainer.axolotl.settings import has_plugin, settings_of
 class StoredReferenceMixin(CachedReferenceMixin):
     """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer.
 
-    Raises UsageError if axolotl has not loaded the plugin or has added tokens to the model's vocabulary. It also raises the
-    errors of `CachedReferenceMixin`.
+    Raises UsageError if axolotl has not loaded the plugin or has added tokens to the model's vocabulary. The errors of
+    `CachedReferenceMixin` can also be raised.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,8 +48,8 @@ def _base_model(cfg: Any) -> str:
 
 
 def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
-    """Raise UsageError if the policy has tokens that `base_model` lacks, because axolotl initialises their embeddings at
-    random."""
+    """Raise UsageError if the policy has tokens that `base_model` lacks, because axolotl initialises the embeddings of such
+    tokens at random."""
     base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:

@@ -54,7 +54,7 @@ class BatchReferenceMixin(_AnyTrainer):
     model.
 
     Attributes:
-        ref_model: the BatchReference.
+        ref_model: the BatchReference that supplies the stored values.
         joins: a record of what was looked up and where, by dataset name. The records are also in
             `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
@@ -89,9 +89,9 @@ class BatchReferenceMixin(_AnyTrainer):
         """Run the step-0 gate on the run's first batch. Adapters call this method for every batch.
 
         Args:
-            policy: function that computes the policy's sums, (n,), without gradients or dropout.
-            reference: the stored sums, (n,).
-            tokens: number of tokens in each sum, (n,).
+            policy: function that computes the policy's sums, shape (n,), without gradients or dropout.
+            reference: the stored sums, shape (n,).
+            tokens: number of tokens in each sum, shape (n,).
         """
         if self.audit.wants_first_batch:
             used = tokens > 0

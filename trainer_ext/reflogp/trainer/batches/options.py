@@ -28,13 +28,14 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
-    If there are no such options, use those of the command that started this process.
+    If there are no such options, use the options of the command that started this process.
 
     Args:
         command: name of the command, for its help text.
         words: the arguments of the command.
-        model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help text. The default
-            description of the dtype describes what `stored_reference` does.
+        model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help text. If `dtype` is not
+            given, the help text states the default that `stored_reference` uses. Commands with another default must pass
+            `dtype`.
 
     Returns:
         the options, the other arguments, and the parser.
@@ -59,14 +60,14 @@ def read_options(
         "--reflogp.policy_starts_elsewhere",
         dest="policy_starts_elsewhere",
         action="store_true",
-        help="the policy does not start as the reference, so the first batch is not compared with the stored values",
+        help="if the policy does not start as the reference: do not compare the first batch with the stored values",
     )
     add(
         "--reflogp.step_zero_tolerance",
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference on the first batch, in nats/√tokens",
+        help="allowed difference between policy and reference on the first batch, in nats/√tokens",
     )
     add(
         "--reflogp.on_finding",
@@ -149,8 +150,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return the settings of a run. The reference's dtype is the one in which the store or service has the model, or else the
-    policy's.
+    """Return a run's settings for stored values. If the options set no dtype, the reference's dtype is the dtype in which the
+    store or service has the model, or else the policy's dtype.
 
     Args:
         options, model: see `source_of`.

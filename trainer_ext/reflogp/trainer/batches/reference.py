@@ -100,12 +100,12 @@ class BatchReference(ReferenceDuringTraining):
         """Return the log-probs of a batch's completions.
 
         Args:
-            input_ids: token ids, padded on either side, (B, L).
-            attention_mask: 0 at padding and 1 at all other tokens, (B, L).
+            input_ids: token ids, padded on either side, shape (B, L).
+            attention_mask: 0 at padding and 1 at all other tokens, shape (B, L).
 
         Returns:
-            log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is the log-prob of token t + 1; entries
-            before a row's completion and in its padding are 0.
+            log-probs in nats, float32 of shape (B, L - 1), on the device of `input_ids`. Entry t of a row is the log-prob of
+            the row's token t + 1; entries before the row's completion and in its padding are 0.
 
         Raises MissingLogpsError if a row is not in any of the datasets.
         """
@@ -129,17 +129,18 @@ class BatchReference(ReferenceDuringTraining):
         """Return the sum of each row's log-probs, and the number of tokens in each sum.
 
         Args:
-            input_ids, attention_mask: see `token_logps`, (B, L).
-            labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in the sum.
+            input_ids, attention_mask: a padded batch, as for `token_logps`, shape (B, L).
+            labels: -100 for tokens that are not in the sum, shape (B, L). A row's first token is never in the sum.
 
         Returns:
-            sums in nats, float32 (B,), and token counts, int64 (B,), on the device of `input_ids`.
+            sums in nats (float32) and token counts (int64), each of shape (B,), on the device of `input_ids`.
 
         Raises UsageError if padding has labels, because no store has log-probs of padding.
         """
         if bool(((labels != IGNORED) & (attention_mask == 0)).any()):
             raise UsageError(
-                "padding has labels other than -100, so the loss would need log-probs of padding, which no store has"
+                "padding has labels other than -100, so the loss would need log-probs of padding, which no store has; label "
+                "padding with -100"
             )
         counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # after left padding, the first token has an entry
         values = self.token_logps(input_ids, attention_mask).double()
@@ -251,7 +252,7 @@ def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
 
 
 def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
-    """Return a mask of the sequences that need values. A sequence with an empty completion needs none."""
+    """Return a mask of the sequences that need values. A sequence with an empty completion needs no values."""
     return asked.needed[_SEQUENCES] > 0
 
 

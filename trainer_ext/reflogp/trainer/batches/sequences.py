@@ -33,8 +33,8 @@ _ROWS_AT_ONCE = 1024
 class TokenDataset(Protocol):
     """A tokenised dataset, as the framework will batch it.
 
-    Iterating yields the sequences of each row (two for a pair), each as (token ids without padding, index of the completion's
-    first token). Every row has the same number of sequences.
+    Iterating yields a list of sequences for each row (two sequences for a preference pair). Each sequence is a tuple of its
+    token ids without padding and the index of its completion's first token. Every row has the same number of sequences.
     """
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class LabelledColumns:
 
     Args:
         dataset: the dataset.
-        columns: (name of the token id column, name of the label column) for each sequence of a row.
+        columns: for each sequence of a row, the names of its token id column and its label column.
 
     Raises UsageError if the dataset lacks a column.
     """
@@ -78,11 +78,11 @@ class LabelledColumns:
 
 
 def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds, int]:
-    """Return a sequence in the form that a TokenDataset yields.
+    """Return a sequence's token ids and the index of its completion's first token, as a TokenDataset yields them.
 
     Args:
-        token_ids: token ids without padding, (n,).
-        labels: -100 for tokens that the loss ignores, (n,). The completion begins at the first label that is not -100.
+        token_ids: token ids without padding, shape (n,).
+        labels: -100 for tokens that the loss ignores, shape (n,). The completion begins at the first label that is not -100.
     """
     whole = np.asarray(token_ids).astype(np.uint32)
     used = np.flatnonzero(np.asarray(labels) != IGNORED)
@@ -99,9 +99,11 @@ class Sequences:
     """The n distinct sequences of some datasets, and the rows that the sequences belong to.
 
     Attributes:
-        table: prompt_ids and completion_ids, large_list<uint32>, n rows, which `reflogp score` reads as tokens.
+        table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
+            read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each dataset name, the row numbers in `table` of each row's sequences, int64 (rows, sequences per row).
+        of: for each row of a dataset, the rows of `table` that contain its sequences, int64 of shape (rows, sequences per row),
+            by dataset name.
     """
 
     table: pa.Table
@@ -109,8 +111,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the numbers of the rows that have a marked sequence, by dataset name; datasets without such rows are
-        omitted."""
+        """Return the numbers of the rows that have a sequence marked True in `marked`, by dataset name. Datasets without such
+        rows are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
@@ -159,7 +161,7 @@ def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Pa
 
     Args:
         row_keys: n different keys of 16 bytes each.
-        token_logps: the values of each row's completion, large_list<float32>, n lists without nulls.
+        token_logps: the values of each row's completion, as n lists of type large_list<float32> without nulls.
     """
     keys = pa.array(row_keys, KEY_TYPE)
     order = pa.array(sorted(range(len(row_keys)), key=row_keys.__getitem__), pa.int64())
@@ -177,10 +179,11 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the values for the last tokens of a row, in nats, or None if the row is not in the file.
+        """Return the values (in nats) of a row's completion, which is the end of `token_ids`, or None if the row is not in the
+        file.
 
         Args:
-            token_ids: token ids of the prompt and the completion, without padding, (n,).
+            token_ids: token ids of the prompt and the completion, without padding, shape (n,).
         """
         hi, lo = keys_as_words([row_key(token_ids)])
         first, last = np.searchsorted(self._hi, hi[0], "left"), np.searchsorted(self._hi, hi[0], "right")

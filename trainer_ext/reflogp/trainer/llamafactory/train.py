@@ -55,7 +55,8 @@ class Replacements:
         self._stored: StoredReference | None = None
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Create no model, but record which model LLaMA-Factory would load, so that its values can be found."""
+        """Create no model, but record which model LLaMA-Factory would load as the reference, so that its values can be looked
+        up."""
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
@@ -147,7 +148,7 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
         (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
     ]
     for stage in _OTHER_STAGES:
-        words = f"stage {stage} does not use reference log-probs of given completions: start it with llamafactory-cli"
+        words = f"stage {stage} does not use reference log-probs of given completions: start this run with llamafactory-cli"
         replaced.append((train.tuner, f"run_{stage}", _refusing(words)))
     for owner, name, replacement in replaced:
         patches.enter_context(mock.patch.object(owner, name, replacement))

@@ -33,7 +33,10 @@ class _Stored(BatchReferenceMixin):
 
     def __init__(self, *args: Any, ref_model: Any = None, stored: StoredReference, **kwargs: Any) -> None:
         if getattr(kwargs.get("data_collator"), "label_pad_token_id", IGNORED) != IGNORED:
-            raise UsageError("ignore_pad_token_for_loss: false needs log-probs of padding, which no store has: set it to true")
+            raise UsageError(
+                "with ignore_pad_token_for_loss=false, the loss needs log-probs of padding tokens, which no store has; set "
+                "ignore_pad_token_for_loss to true"
+            )
         super().__init__(*args, ref_model=None, **kwargs)
         for name, dataset in self._datasets().items():
             _refuse_media(dataset, name)
@@ -48,7 +51,8 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
     _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the stored sums for a batch: (chosen, rejected), float32 (B,) each. For IPO, return means instead."""
+        """Return a batch's stored sums for the chosen and for the rejected rows, each float32 of shape (B,). For the IPO loss,
+        return means over tokens instead of sums."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
 
@@ -67,7 +71,8 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
     _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the stored sums for a batch: (desirable rows, undesirable rows, KL rows), float32."""
+        """Return a batch's stored sums for the desirable rows, the undesirable rows and the KL rows, as three float32
+        tensors."""
         own, kl = (
             self.ref_model.sums(*(batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "labels")))
             for prefix in ("", "kl_")

@@ -116,7 +116,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         """Undo the changes of `_without_reference` in the constructed trainer."""
 
     def _reference_values(self, batch: PaddedBatch, policy: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the service's values for a batch, float32 (rows, completion), on this process's device.
+        """Return the service's values for a batch, float32 of shape (rows, completion tokens), on this process's device.
 
         Args:
             batch: the batch.
@@ -132,7 +132,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
 
 def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
-    """Return the policy's values without dropout, (rows, completion)."""
+    """Return the values that the policy computes without dropout, as an array of shape (rows, completion tokens)."""
     was_training = model.training
     model.eval()
     try:
@@ -143,7 +143,7 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """Return `step_zero.differences` for the rows that have tokens to compare."""
+    """Return the result of `step_zero.differences` for the rows that have tokens to compare."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

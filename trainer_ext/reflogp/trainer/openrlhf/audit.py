@@ -50,15 +50,16 @@ class RunAudit:
       first process only; the audit replaces them with means over all processes, and writes the largest difference to the
       report.
 
-    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. The check also
+    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. `schedule` also
       reports logs, evaluations and checkpoints that the settings require but that did not happen.
 
     Args:
         output_dir: folder in which to write reflogp_audit.json.
         joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
-        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If None, the tolerance depends on the dtypes
-            and the type of model, and a reference that was scored in a different dtype than the policy's is rejected.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
+            on the dtypes and the type of model, and a reference that was scored in a different dtype than the policy's is
+            rejected.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
@@ -119,7 +120,7 @@ class RunAudit:
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """Run the step-0 gate on the `step_zero.differences` of this process's first batch."""
+        """Run the step-0 gate. `seen` is the result of `step_zero.differences` for this process's first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:

@@ -46,8 +46,8 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    A row's values are those of its last tokens, which form the completion. The trainer sums the values with its own mask. For a
-    training script, see docs/openrlhf.md.
+    A row's values are those of its last tokens, which form the completion. The trainer sums the values with its own mask.
+    docs/openrlhf.md shows how to use this class in a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
@@ -87,8 +87,8 @@ class CachedReference(BatchReference):
         """Return the reference's log-probs for a padded batch.
 
         Args:
-            input_ids: chosen rows, then rejected rows, (2B, L).
-            attention_mask: 1 at tokens and 0 at padding, (2B, L).
+            input_ids: token ids of the chosen rows, followed by the rejected rows, shape (2B, L).
+            attention_mask: 0 at padding and 1 at all other tokens, shape (2B, L).
             return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:

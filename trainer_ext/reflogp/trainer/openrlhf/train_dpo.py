@@ -55,7 +55,8 @@ class Launch:
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Create the policy on the first call, but no model on the second call.
 
-        The second model would be the reference. Only the path and dtype of this model are used, to find the reference's values.
+        On the second call, OpenRLHF would create the reference. Only the path and dtype of the reference model are used, to
+        find its stored values.
         """
         if not self._policy_is_made:
             self._policy_is_made = True

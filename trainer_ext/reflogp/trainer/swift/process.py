@@ -83,7 +83,7 @@ def _require_supported(args: Any) -> None:
     """Raise UsageError if ms-swift's arguments request something that stored values do not support."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
-        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of given completions: start it with `swift rlhf`")
+        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of given completions: use `swift rlhf`")
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:

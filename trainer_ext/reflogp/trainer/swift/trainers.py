@@ -83,7 +83,7 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
     """ms-swift's DPO trainer, with reference log-probs from a store or a service."""
 
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
-        """Return the stored sums for a batch: (chosen, rejected), float32 (B,) each."""
+        """Return a batch's stored sums for the chosen and for the rejected rows, each float32 of shape (B,)."""
         sums, tokens = self._sums(batch, "")
 
         def policy() -> torch.Tensor:
