@@ -233,7 +233,7 @@ def test_repeats_swaps_and_pairs_without_a_difference_are_counted(report, stored
     _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
     assert (summary["exact_duplicates"], summary["contrary"], summary["identical"]) == (3, 2, 1)
     assert (summary["near_duplicates"], summary["alike"]) == (1, 1)
-    assert "3 of 127 pairs (2.3%) repeat an earlier one token for token" in page
+    assert "3 of 127 pairs (2.3%) repeat an earlier pair token for token" in page
     assert "Rows 6 and 124" in page and "Row 126" in page
 
 
@@ -337,7 +337,7 @@ def test_kto_rows_by_label(report, stored, tmp_path):
     assert (summary["exact_duplicates"], summary["contrary"]) == (1, 2)
     said = " ".join(finding["text"] for finding in summary["findings"])
     assert "1 rows have no label" in said
-    assert "21 completions are desirable, 41 are not" in said
+    assert "21 completions are desirable, 41 are undesirable" in said
     assert f"desirable_weight from {41 / 21:.2f} to {1.33 * 41 / 21:.2f}" in said
     means = {at: -0.1 - at / 1000 for at in range(20)}
     good, bad = [*means.values(), means[1]], [-0.1]  # the undesirable ones but the first lie below all of the desirable
@@ -350,7 +350,7 @@ def test_pairs_as_kto_rows(run, report, pairs_file):
     assert run("score", pairs_file, "--format", "kto")[0] == DONE
     code, summary, _ = report(pairs_file, "--format", "kto")
     assert (code, summary["rows"], summary["examples"], summary["with_values"]) == (DONE, 40, 80, 80)
-    assert "40 completions are desirable, 40 are not" in " ".join(finding["text"] for finding in summary["findings"])
+    assert "40 completions are desirable, 40 are undesirable" in " ".join(finding["text"] for finding in summary["findings"])
 
 
 def test_real_kto_text(run, report, tmp_path, pair_rows):

@@ -49,9 +49,10 @@ class ReportSummary:
         bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
         dropped_rows: number of examples that TRL drops because of max_length.
         coverage: with_values / (with_values + missing + bad_rows).
-        accuracy: fraction of pairs whose chosen completion has the higher sum; None for KTO or if no pair has values.
-        accuracy_per_token: fraction of pairs whose chosen completion has the higher mean per token; None for KTO or if no pair
-            has values.
+        accuracy: fraction of pairs whose chosen completion has the higher sum of log-probs; None for KTO or if no pair has
+            values.
+        accuracy_per_token: fraction of pairs whose chosen completion has the higher mean log-prob per token; None for KTO or if
+            no pair has values.
         exact_duplicates: number of exact duplicates (`Duplicates.exact`).
         contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
@@ -125,7 +126,7 @@ def write_report(
         snapshot: the snapshot to read values from.
         output: folder for the report.
         settings: the trainer's max_length and truncation_mode.
-        score: command that scores the missing rows; the page shows it.
+        score: command that scores the missing rows, which the page shows.
         model: model name or path as the user gave it.
         watcher: callbacks that report progress.
 

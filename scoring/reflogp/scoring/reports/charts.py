@@ -1,6 +1,6 @@
 """Write a report's charts as PNG files, and check the folder that the report is written to.
 
-The page itself contains the charts as SVG; the PNG files are for slides and issues. The folder must be new, be empty or contain
+The page itself contains the charts as SVG; the PNG files are for slides and issues. The folder must be new or empty, or contain
 an earlier report. A folder with any other content must never be changed.
 """
 

@@ -1,7 +1,7 @@
 """Collect a few numbers for each example in one pass over a dataset, and count the examples without values.
 
-Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept: each
-example needs about 100 bytes, and its sketch needs 256 bytes.
+Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept, so an
+example needs only about 100 bytes, plus 256 bytes for its sketch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Side:
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
         tokens: number of tokens of the completion that count under the trainer's settings, int32 (n,).
-        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN for an example that is not usable.
-        lowest: lowest log-prob of these tokens, float64 (n,); NaN for an example that is not usable.
+        sums: sum of the log-probs of the tokens that count, in nats, float64 (n,); NaN for an example that is not usable.
+        lowest: lowest log-prob of the tokens that count, float64 (n,); NaN for an example that is not usable.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -74,8 +74,8 @@ class Coverage:
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         problems: (row number, reason) for the first hundred bad rows.
         dropped: number of examples that TRL drops because of max_length.
-        bare: number of examples without a prompt. In these examples, the first completion token is only context and has no
-            value.
+        bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
+            and has no value.
     """
 
     rows: int = 0
@@ -102,7 +102,7 @@ class Collected:
         rows: each example's row number, int64 (n,).
         usable: True for examples with values, bool (n,).
         prompts: number of tokens in each prompt, int32 (n,).
-        sides: numbers for the completions, by name: "chosen" and "rejected", or "completion".
+        sides: name of a completion ("chosen" and "rejected", or "completion") -> its numbers.
         shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
             pairs.
         similarity: similarity of chosen and rejected, float32 (n,), or 0 if it is below ALIKE; None if the examples are not
@@ -238,7 +238,7 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """By token column, return the lowest log-prob that counts in each example, float64 (n,); 0 if an example has no values."""
+    """For each token column, return each example's lowest log-prob that counts, float64 (n,); 0 if there are no values."""
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)

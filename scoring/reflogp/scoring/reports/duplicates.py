@@ -45,7 +45,7 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
         whole, identical = _mixed(chosen, rejected), chosen == rejected
         contrary = np.isin(_mixed(rejected, chosen), whole) & ~identical
     else:
-        assert collected.labels is not None, "examples are pairs or have labels"
+        assert collected.labels is not None, "examples that are not pairs must have labels"
         whole, identical = _mixed(keys[0], collected.labels.astype(np.uint64)), np.zeros(len(keys[0]), bool)
         opposite = np.where(collected.labels == NO_LABEL, NO_LABEL, 1 - collected.labels)
         contrary = np.isin(_mixed(keys[0], opposite.astype(np.uint64)), whole) & (collected.labels != NO_LABEL)
@@ -64,7 +64,7 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
 
 
 def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Drop near pairs with the same completions in a different order or with a different label; `contrary` counts these."""
+    """Drop near duplicates whose completions are equal but swapped or labeled differently, because `contrary` counts them."""
     keys = [side.keys for side in collected.sides.values()]
     return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]
 

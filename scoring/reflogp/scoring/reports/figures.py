@@ -37,7 +37,7 @@ class Histograms:
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
         beyond: number of values outside the edges; these values are counted in the first and last bars.
-        zero: whether to mark zero, because it separates good values from bad ones.
+        zero: whether charts mark zero, which separates good margins from bad ones.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Density:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of max_length; `shares` maps each series name to one fraction per max_length."""
+    """The curves of the truncation chart. `shares` maps each curve's name to a fraction for each value in `max_lengths`."""
 
     max_lengths: list[int]
     shares: dict[str, list[float]]
@@ -188,13 +188,14 @@ class PairPreference:
 
     Attributes:
         pairs: number of pairs with values.
-        right: number of pairs whose chosen completion has the higher sum; `accuracy` is the fraction of these pairs.
-        per_token_right: number of pairs whose chosen completion has the higher mean per token.
+        right: number of pairs whose chosen completion has the higher sum of log-probs; `accuracy` is the fraction of such
+            pairs.
+        per_token_right: number of pairs whose chosen completion has the higher mean log-prob per token.
         ties: number of pairs with equal sums, which are not counted in `right`.
-        shorter_higher: among pairs whose lengths and sums differ, the fraction in which the shorter completion has the higher
-            sum; None if there are no such pairs.
-        chosen_longer: fraction of the pairs with values in which chosen has more tokens.
-        median_longer: median of the number of tokens in chosen minus that in rejected.
+        shorter_higher: among pairs whose two completions differ in length and in sum, the fraction in which the shorter
+            completion has the higher sum; None if there are no such pairs.
+        chosen_longer: among pairs with values, the fraction in which chosen has more tokens than rejected.
+        median_longer: median difference in length (tokens in chosen minus tokens in rejected).
     """
 
     pairs: int
@@ -225,11 +226,11 @@ class LabelPreference:
     """The reference's preference in KTO examples.
 
     Attributes:
-        desirable, undesirable, without: number of examples with each label, and without a label, whether or not they have
-            values.
+        desirable, undesirable, without: number of examples that are labeled desirable, are labeled undesirable, or have no
+            label; examples without log-probs are counted too.
         desirable_higher: if each desirable completion is compared with each undesirable one, the fraction of comparisons in
             which the desirable one has the higher mean log-prob per token. Ties count as one half (area under the ROC curve).
-            None if one of the two kinds has no completion with values.
+            The fraction is None if no desirable or no undesirable completion has log-probs.
     """
 
     desirable: int

@@ -48,10 +48,11 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
     """
     found = []
     if repair:
-        found.append(Finding("fix", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
+        text = "The store is damaged, and damaged values count as missing. Repair the store first."
+        found.append(Finding("fix", text, repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The log-probs below are for the other rows." if coverage.with_values else "The numbers below need no values."
+        rest = "The log-probs below are for the other rows." if coverage.with_values else "The numbers below use no log-probs."
         found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped because of max_length" if coverage.dropped else ""
@@ -117,8 +118,8 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             found.append(
                 Finding(
                     "fact",
-                    f"The shorter completion has the higher sum in {shorter} of the pairs with unequal lengths. The "
-                    "closer this is to 100%, the more the sums depend on length.",
+                    f"The shorter completion has the higher sum of log-probs in {shorter} of the pairs with unequal lengths. "
+                    "The closer this is to 100%, the more the sums depend on length.",
                 )
             )
         longer = preference.chosen_longer
@@ -154,7 +155,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
             Finding("fix", f"{preference.without:,} rows have no label that is true or false. KTO needs a label in each row.")
         )
     desirable, undesirable = preference.desirable, preference.undesirable
-    said = f"{desirable:,} completions are desirable, {undesirable:,} are not."
+    said = f"{desirable:,} completions are desirable, {undesirable:,} are undesirable."
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
@@ -167,7 +168,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
                 )
             )
     elif desirable or undesirable:
-        found.append(Finding("fix", f"{said} KTO compares the two kinds, but one of them is missing."))
+        found.append(Finding("fix", f"{said} KTO needs both desirable and undesirable completions."))
     if preference.desirable_higher is not None:
         found.append(
             Finding(
@@ -200,7 +201,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         parts.append(f"{dropped} because the prompt alone fills max_length")
     text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
     if at.same:
-        text += f"Of the cut pairs, {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
+        text += f"In {at.same:,} of the cut pairs, no difference is left between chosen and rejected. "
     text += f"A max_length of {enough:,} would leave 99% of the {noun}s uncut."
     much = (at.touched + at.dropped) / at.examples >= _MUCH_CUT or at.same
     return [Finding("check" if much else "fact", text)]
@@ -222,17 +223,19 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
         found.append(
             Finding(
                 "fix",
-                f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one.",
+                f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one version "
+                "of each.",
             )
         )
     if duplicates.exact:
         found.append(
             Finding(
-                "check", f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier one token for token."
+                "check",
+                f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier {noun} token for token.",
             )
         )
     if duplicates.near:
-        text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier one."
+        text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier {noun}."
         found.append(Finding("check", text))
     return found or [Finding("good", f"No {noun} repeats another one, exactly or nearly.")]
 

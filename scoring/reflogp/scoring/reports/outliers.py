@@ -58,8 +58,8 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
     previous group if it is the last one.
 
     Args:
-        values: mean log-probs or margins, (n,).
-        tokens: number of tokens that each value is based on, (n,).
+        values: mean log-probs or margins, float64 (n,).
+        tokens: number of tokens that each value is based on, int32 (n,).
     """
     powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(int)
     groups: list[list[int]] = [[]]
@@ -127,7 +127,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return a kind of outlier with the examples for which `beyond` is positive; larger means more extreme."""
+    """Return a kind of outlier with the examples for which `beyond` is positive; the larger, the more extreme."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

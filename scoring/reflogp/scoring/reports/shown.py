@@ -58,7 +58,7 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return the texts for token ids, in order; their `tokens` add up to len(ids). A run of image ids becomes one text."""
+    """Return the displayed texts of token ids. All texts together stand for len(ids) tokens; a run of image ids is one text."""
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
@@ -106,7 +106,7 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Return the text of `count` tokens in context, because some tokenizers drop a leading space if no token precedes it."""
+    """Return the text of `count` tokens after the token before them: without it, some tokenizers drop a leading space."""
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
         before, both = _decode([ids[at - 1]], tokenizer), _decode([ids[at - 1], *wanted], tokenizer)
@@ -146,7 +146,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSide:
-    """What is displayed for a completion. `values` is the number of its log-probs, from which `mean` and `sum` are computed."""
+    """What is displayed for a completion. `values` is the number of log-probs that `mean` and `sum` are computed from."""
 
     name: str
     tokens: int
@@ -187,7 +187,7 @@ def read_shown(
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: those of `places` whose completions are compared token by token (pairs only).
+        compared: indices in `collected` of the pairs, among `places`, whose two completions are compared token by token.
         collected: the numbers that `collect` returned for the same dataset.
         dataset, snapshot, settings: the same as for `collect`.
 

@@ -4,8 +4,8 @@ A sketch contains the minimum of each of 64 hashes over all runs of three tokens
 for the completions. Of each minimum, 16 bits are kept, so the sketch of an example takes 256 bytes. The fraction of entries in
 which two sketches agree estimates the fraction of runs that the examples have in common (Jaccard similarity). The 64 entries
 form 16 groups of four. Among the examples whose completions agree in one of these groups, each example is compared only with
-the first and with the previous one. The work therefore grows with the number of examples, not with its square. Two completions
-are compared token by token only if their lengths and their common tokens allow the required similarity.
+the first and with the previous example. The work therefore grows with the number of examples, not with its square. Two
+completions are compared token by token only if their lengths and their common tokens allow the required similarity.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Sketches:
         every prompt that begins with them.
 
         Args:
-            prompts: large_list<uint32>, n lists.
-            completions: one or more arrays of the same type with n lists each. All completions of an example go into one
-                sketch.
+            prompts: token ids of the prompts, large_list<uint32> with n lists.
+            completions: token ids of the completions, one or more large_list<uint32> with n lists each. All completions of an
+                example go into one sketch.
         """
         room = MOST_SKETCHED - self.count
         if room <= 0 or not len(prompts):
@@ -90,7 +90,7 @@ class Sketches:
         """Return pairs of near duplicates, most similar first; `second` is the later example of a pair.
 
         Args:
-            repeats: True for examples to ignore because they are exact duplicates of an earlier one, bool (n,).
+            repeats: True for examples to ignore because they are exact duplicates of an earlier example, bool (n,).
         """
         if not self.count:
             return []
@@ -137,7 +137,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pair each example with the first and the previous example that have the same value in a band; return (first, second)."""
+    """Pair each example with the first and the previous example that have an equal group of entries; return (first, second)."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):

@@ -26,8 +26,8 @@ class Lengths:
     Attributes:
         prompts: number of tokens in each prompt, int32 (n,).
         completions: number of tokens in each completion, one int32 (n,) array per side (chosen and rejected, or completion).
-        shared: number of leading tokens that the two completions of a pair have in common, int32 (n,); None if there are no
-            pairs.
+        shared: number of leading tokens that the two completions of a pair have in common, int32 (n,); None if the examples are
+            not pairs.
     """
 
     prompts: Int32s
@@ -52,7 +52,8 @@ class Cut:
         tokens: number of completion tokens in all examples.
         lost: number of completion tokens that kept examples lose.
         dropped_tokens: number of completion tokens in dropped examples.
-        same: number of cut pairs whose remaining completions are equal; None if there are no pairs, and for keep_end.
+        same: number of cut pairs whose remaining completions are equal; None if the examples are not pairs or the mode is
+            keep_end.
     """
 
     max_length: int
@@ -96,7 +97,7 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of MAX_LENGTHS and `asked`, in ascending order; stop after `asked` once a value cuts nothing."""
+    """Return the effects of MAX_LENGTHS and `asked`, ascending, up to the first value from `asked` on that cuts nothing."""
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))

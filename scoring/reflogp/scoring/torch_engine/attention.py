@@ -1,7 +1,7 @@
 """Choose a kernel and compute attention over packs (packing.py), so that each token attends only to its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
-It supports the arguments that layers pass: scaling, sliding windows, soft caps and sinks.
+Packed attention supports the arguments that layers pass: scaling, sliding windows, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLEX_BLOCK = 128
 #: flash-attn).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
 #: The reason why causal kernels cannot compute some packs with images.
-_BOTH_WAYS = "the tokens of an image attend to each other in both directions"
+_BOTH_WAYS = "images whose tokens attend to each other in both directions are not supported"
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -68,10 +68,11 @@ class PackLayout:
 
     Attributes:
         token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
-        parents, targets: indices of the tokens whose hidden states predict a token, and the predicted token ids, int64
-            (predictions,).
+        parents: indices of the tokens whose hidden states predict a token, int64 (predictions,).
+        targets: ids of the predicted tokens, int64 (predictions,).
         spans: (start, stop, number of keys shared with earlier branches) for each branch.
-        layers_seen, windows_seen: number of calls to packed attention so far, and how many of them had a sliding window.
+        layers_seen: number of calls to packed attention so far.
+        windows_seen: number of calls to packed attention with a sliding window so far.
         kernels: names of the kernels that have been used.
         declined: kernel name -> why the kernel could not compute a layer.
     """
@@ -101,7 +102,7 @@ class PackLayout:
         self._cache: dict[str, Any] = {}
 
     def path(self, branch: int) -> torch.Tensor:
-        """Return the indices in the pack of a branch's keys, int64 (keys,)."""
+        """Return the indices of a branch's keys in the pack, int64 (keys,)."""
         if not len(self._places):
             start, stop, _ = self.spans[branch]
             return torch.arange(start, stop, device=self.device)
@@ -160,7 +161,8 @@ class PackLayout:
 
         A pack is in depth-first order, so query q attends to key k exactly when k <= q < end[k], where end[k] is the index
         after the last token that descends from k. If the tokens of an image attend to each other in both directions, the
-        condition k <= q becomes k < reach[q], where reach[q] is the index after the query's image.
+        condition k <= q becomes k < reach[q], where reach[q] is the index after the last token of the query's image, or q + 1
+        if the query is a text token.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -222,7 +224,10 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one layer's attention. Shapes are as in `packed_attention`; `both_ways` comes from the pack's layout."""
+    """The arguments of one layer's attention. The tensors have the shapes that `packed_attention` describes.
+
+    `both_ways` is True if the tokens of an image attend to each other in both directions.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -249,26 +254,27 @@ def packed_attention(
     """Compute one layer's attention over the current pack; transformers passes all arguments after the mask by keyword.
 
     Args:
-        query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
+        query: queries, shape (1, heads, tokens, head size).
+        key, value: keys and values, shape (1, key heads, tokens, head size).
         attention_mask: must be None, because the pack's layout defines what each token attends to.
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
         sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
-        kwargs: arguments that only some models pass. `s_aux`, (heads,), is one logit per head that takes part in the softmax
-            but has no value (attention sinks of gpt-oss). For `position_bias` and `is_causal`, see Raises. Other arguments,
-            such as dropout, are ignored.
+        kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains one logit per head that takes part in
+            the softmax but has no value vector (attention sinks of gpt-oss). A `position_bias`, or `is_causal=False`, raises
+            UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
 
     Returns:
-        (attention output, (1, tokens, heads, head size); None).
+        The attention output, shape (1, tokens, heads, head size), and None, because no attention weights are returned.
 
     Raises:
-        UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or there is
-            no current pack.
+        UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or `packed`
+            has not set a layout.
         KernelFailedError: the chosen kernel raised an error other than an out-of-memory error.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
-        raise UnsupportedAttentionError("packed attention was called outside of a pack")
+        raise UnsupportedAttentionError("packed attention was called, but no pack is being computed in this thread")
     if kwargs.get("position_bias") is not None or attention_mask is not None or kwargs.get("is_causal") is False:
         raise UnsupportedAttentionError("the layer has its own mask or position bias, or is not causal")
     if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
@@ -341,7 +347,7 @@ def _cpu_blocks_problem(call: Call) -> str | None:
     if call.query.dtype != torch.bfloat16:
         return "supports only bfloat16"
     if call.softcap is not None or call.sinks is not None:
-        return "the layer has a soft cap or sinks"
+        return "soft caps and attention sinks are not supported"
     if call.both_ways:
         return _BOTH_WAYS
     return cpu_attention.problem(call.query.shape[-1], call.value.shape[-1])
@@ -356,7 +362,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute softmax(cap(q·k)) v with sinks in float32, one block of queries at a time; return it in the queries' dtype."""
+    """Compute softmax(cap(q·k)) v with sinks in float32, one block of queries at a time; the result has the queries' dtype."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -397,7 +403,7 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call FlashAttention 2's variable-length kernel, which supports soft caps.
 
-    Since version 2.1, the kernel's causal mask is aligned to the last token.
+    Since version 2.1, the kernel aligns its causal mask to the last query and the last key of each branch.
     """
     return _by_flash(_flash_varlen(), layout, call)
 
@@ -416,7 +422,7 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys to the left and to the right a query attends to; -1 means all of them."""
+    """Return how many keys a query attends to on its left and on its right, not counting its own key; -1 means all keys."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
@@ -430,7 +436,7 @@ def _by_varlen(
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
-        raise UnsupportedAttentionError(f"the installed version does not have the argument {', '.join(lacking)}")
+        raise UnsupportedAttentionError(f"the installed version of this kernel does not have the argument {', '.join(lacking)}")
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
     value = F.pad(call.value, (0, call.query.shape[-1] - size))  # with latent attention, values are narrower than keys
@@ -444,7 +450,7 @@ def _by_varlen(
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlexAttention, with soft caps and sinks. Its mask follows the pack's tree, so no keys are gathered."""
+    """Call FlexAttention, which supports soft caps and sinks. The mask follows the pack's tree, so no keys are copied."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     query = call.query
@@ -534,15 +540,19 @@ def _varlen_problem(call: Call) -> str | None:
         return f"head sizes {size} (keys) and {call.value.shape[-1]} (values) are not supported"
     if call.both_ways:
         return _BOTH_WAYS
-    return "the layer has sinks" if call.sinks is not None else None
+    return "attention sinks are not supported" if call.sinks is not None else None
 
 
 def _torch_varlen_problem(call: Call) -> str | None:
-    return "the layer has a soft cap" if call.softcap is not None else _varlen_problem(call)
+    return "soft caps are not supported" if call.softcap is not None else _varlen_problem(call)
 
 
 class _Kernel(NamedTuple):
-    """A kernel, a function that says whether it is installed, and one that returns why it cannot compute a layer, or None."""
+    """An attention kernel, and two functions that say when it can be used.
+
+    `is_installed` returns whether the kernel is installed. `problem` returns why the kernel cannot compute a layer, or None if
+    it can.
+    """
 
     compute: Callable[[PackLayout, Call], torch.Tensor]
     is_installed: Callable[[], bool]

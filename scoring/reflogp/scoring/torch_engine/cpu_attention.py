@@ -1,7 +1,7 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
 On CPUs with bfloat16 instructions, torch's own attention kernel reaches only a tenth of the speed of the matrix products around
-it. Attention would therefore take a third to two thirds of the time of a forward pass.
+it. With torch's kernel, attention would take a third to two thirds of the time of a forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def problem(size: int, value_size: int) -> str | None:
         difference = _difference_from_torch(size, value_size)
     except RuntimeError as error:  # oneDNN may be configured not to use all of the CPU's instructions
         return f"the kernel does not run: {str(error).splitlines()[0]}"
-    return None if difference <= _TOLERANCE else f"the kernel differs from torch's by {difference:.2g}"
+    return None if difference <= _TOLERANCE else f"the kernel's values differ from those of torch's kernel by {difference:.2g}"
 
 
 def attend(
@@ -60,7 +60,9 @@ def attend(
     """Compute causal attention: the queries of each branch attend to the keys on its path.
 
     Args:
-        query: bfloat16 (heads, tokens, head size); key, value: bfloat16 (key heads, tokens, key or value size).
+        query: queries, bfloat16 (heads, tokens, head size).
+        key: keys, bfloat16 (key heads, tokens, head size).
+        value: values, bfloat16 (key heads, tokens, value size).
         spans: int64 (branches, 3): for each branch, the index of its first token, the index after its last token, and the
             number of keys before its first token.
         paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
@@ -68,7 +70,7 @@ def attend(
         window: number of keys that a query attends to, including its own; None for all keys.
 
     Returns:
-        (tokens, heads, value size), bfloat16.
+        The attention output, bfloat16 (tokens, heads, value size).
     """
     query, key, value = (side if side.stride(-1) == 1 else side.contiguous() for side in (query, key, value))
     attended: torch.Tensor = torch.ops.reflogp.attend(query, key, value, spans, paths, scale, window or 0)

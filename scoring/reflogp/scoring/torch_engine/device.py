@@ -32,9 +32,10 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """Upload 1-D int64 arrays in a single copy; return one tensor per array. The host does not wait for a CUDA device.
+    """Upload 1-D int64 arrays in a single copy; return one tensor per array.
 
-    The copy is made from pinned memory. With pageable memory, the host would wait for all earlier work in the stream.
+    The host does not wait until a copy to a CUDA device is finished: the copy is made from pinned memory. With pageable memory,
+    the host would wait for all earlier work in the stream.
     """
     host = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":

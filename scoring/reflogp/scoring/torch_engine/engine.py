@@ -47,8 +47,8 @@ class TorchEngine:
     """Scores sequences with a reference model.
 
     Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
-    sentence) are computed once. When the model is loaded, a few sequences are scored both packed and one at a time. If the
-    values differ, the engine warns and uses a slower path whose values agree (see `self_check`).
+    sentence) are computed once. When the model is loaded, a few sequences are scored both packed and one at a time. If packing
+    changes the values, the engine warns and scores on a slower path that does not change them (see `self_check`).
 
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`, with safetensors weights. For a revision of a hub
@@ -60,8 +60,8 @@ class TorchEngine:
         token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. When memory runs out, the
             budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
             up to its initial value.
-        lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. This setting is part of the
-            reference id.
+        lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. The dtype of the logits is part
+            of the reference id.
         compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
             and the model (`forward.should_compile`).
         refused_kernels: names of attention kernels that must not be used (`attention.installed_kernels` lists the names).
@@ -149,14 +149,14 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return index -> reason for each sequence that this model cannot score."""
+        """Return the sequences that this model cannot score, as a dictionary from index to reason."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, token_logps) for one sequence at a time, as passes finish; see `passes`."""
+        """Yield (index, outcome) for one sequence at a time, as passes finish; `flow` explains outcomes."""
         for landed in self.passes(sequences, skip, temperature):
             yield from landed
 
@@ -167,13 +167,13 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass, as passes finish; see `flow`.
+        """Yield a list of (index, outcome) for each pass, as passes finish; `flow` explains outcomes.
 
         Args:
-            sequences: sequences without `problems`.
+            sequences: sequences that this model can score (see `problems`).
             skip: indices of sequences to skip.
             temperature: the logits are divided by this number.
-            before: called before each pass is launched, with the indices of the pass's sequences.
+            before: function to call before each pass is launched, with the indices of the pass's sequences.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -190,12 +190,13 @@ class TorchEngine:
         engine for other work.
 
         Args:
-            groups: lists of sequences without `problems`. The sequences of a group are packed together, the longest first;
-                groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in one of the engine's
-                threads and must not block: yield an empty group when no sequences are available yet. The engine then finishes
-                and yields the pass in flight, or yields an empty list if there is none.
+            groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
+                the longest first; groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in
+                one of the engine's threads and must not block: yield an empty group when no sequences are available yet. When
+                the engine gets an empty group, it finishes and yields the pass in flight, or yields an empty list if no pass is
+                in flight.
             temperature: the logits are divided by this number.
-            before: called before each pass is launched, with the numbers of the pass's sequences.
+            before: function to call before each pass is launched, with the numbers of the pass's sequences (see Yields).
 
         Yields:
             For each pass, a list of (number, outcome). Sequences are numbered from 0 across all groups. The outcome is
@@ -203,7 +204,7 @@ class TorchEngine:
             are not finite, or one of its images can no longer be read.
 
         Raises:
-            EngineError: a pass failed. The values of all earlier passes have been yielded.
+            EngineError: a pass failed. By then, the values of all earlier passes have been yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -267,10 +268,10 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if packs with images give the same values as padded batches; compare the first sequences once.
+        """Return True if packs with images give the same values as padded batches.
 
-        If memory runs out during the comparison, `_launch` reports it, and the next pass with images tries the comparison
-        again.
+        The values are compared once, for the first sequences with images. If memory runs out during the comparison, return
+        True: `_launch` then treats the pass as one that does not fit, and the next pass with images repeats the comparison.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -304,7 +305,7 @@ class TorchEngine:
             self.token_budget = min(2 * self.token_budget, self._first_budget)
 
     def operations(self) -> Operations:
-        """Return the operations of all passes whose values have arrived, not counting the self-check."""
+        """Return the operation counts of all passes whose values have arrived, not counting the self-check."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
@@ -331,7 +332,7 @@ class TorchEngine:
             del self._head
 
     def provenance(self) -> dict[str, Any]:
-        """Return the versions and settings that this engine computes values with. They are stored with the values."""
+        """Return the versions and settings that this engine computes values with, which are stored next to the values."""
         return {
             "engine": "torch",
             "torch": torch.__version__,
@@ -344,7 +345,7 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """Return the outcomes of a pass, and remove its sequences from `waiting`."""
+        """Wait for a pass, return its outcomes, and remove its sequences from `waiting`, the sequences without an outcome."""
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
@@ -363,7 +364,7 @@ class TorchEngine:
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Number the sequences of all groups, add them to `waiting`, and yield their passes; yield None for an empty group."""
+        """Number all sequences, add them to `waiting`, and yield passes over them; for an empty group, yield None."""
         count = 0
         for group in groups:
             if not group:
@@ -381,8 +382,8 @@ class TorchEngine:
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Yield passes over all sequences, each within the current token budget.
 
-        Each sequence longer than the rope limit gets a pass of its own, and sequences with an attention mask are padded.
-        Sequences with images are not mixed with text-only sequences in a pass, and all images of a pass have the same
+        Each sequence longer than the model's `rope_limit` gets a pass of its own, and sequences with an attention mask are
+        padded. Sequences with images are not mixed with text-only sequences in a pass, and all images of a pass have the same
         processor.
         """
         limit = self._loaded.rope_limit

@@ -60,14 +60,14 @@ class ForwardFlops:
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operations for a pack of some of `sequences`; shared tokens are computed, and therefore counted, once."""
+        """Return the operation counts of a pack of some of `sequences`; shared tokens are computed and counted once."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])
         return Operations(plain, self._passed(lengths, shared, len(pack.predicted)))
 
     def padded(self, batch: list[Sequence]) -> Operations:
-        """Return the operations for a padded batch, in which no tokens are shared.
+        """Return the operation counts of a padded batch, in which no tokens are shared.
 
         Tokens that are hidden by a sequence's own mask are counted too.
         """
@@ -75,7 +75,7 @@ class ForwardFlops:
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the operations for paths of these lengths, not counting the first `before` tokens of each path."""
+        """Return the operations for paths of these lengths if the first `before` tokens of each path are not computed."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
@@ -107,7 +107,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return, per layer type, (number of layers, function from n to the number of query-key pairs of the first n tokens)."""
+    """For each layer type, return the number of layers and a function that counts the query-key pairs of n tokens."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)

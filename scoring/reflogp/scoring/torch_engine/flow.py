@@ -43,7 +43,7 @@ class InFlight:
     """A launched pass whose values are not on the host yet.
 
     Attributes:
-        values: tensor on the host; complete once `landed` has passed.
+        values: log-probs in a tensor on the host, which is complete once the mark `landed` has passed.
         began, landed: marks in the device's stream, set before the pass and after its values are copied.
     """
 
@@ -53,7 +53,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the values; return (index of the sequence, its token_logps, or an error message if they are not finite)."""
+        """Wait for the pass; return (index, token_logps) per sequence, with an error message instead of non-finite values."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -71,8 +71,8 @@ class Prepared:
     """A context manager that prepares each unit in the background while the device computes the previous one.
 
     Args:
-        units: the units to prepare. A background thread iterates over them, one at a time. When there is nothing to prepare
-            yet, the iterable must yield None instead of blocking.
+        units: the units to prepare. A background thread iterates over the units, one at a time. When there is nothing to
+            prepare yet, the iterable must yield None instead of blocking.
     """
 
     def __init__(self, units: Iterable[Unit | None]) -> None:

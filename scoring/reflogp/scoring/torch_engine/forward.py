@@ -1,8 +1,9 @@
 """Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
 The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
-compilation, each of these operations reads and writes whole activations several times. On a CPU, they take half as long as the
-matrix products. With any architecture, one decoder layer is compiled, and all layers use its code ("regional compilation").
+compilation, each operation between the matrix products reads and writes whole activations several times; on a CPU, all these
+operations together take half as long as the matrix products. With any architecture, one decoder layer is compiled, and all
+layers use its code ("regional compilation").
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def uncompile_layers(model: Any) -> None:
 
 @cache
 def compiled_log_sum_exp() -> Any:
-    """Return a compiled version of `head.log_sum_exp`, which reads the logits once instead of five times."""
+    """Return a version of `head.log_sum_exp` that is compiled and therefore reads the logits once instead of five times."""
 
     def whole(product: torch.Tensor, logits: Any, scale: float) -> torch.Tensor:
         return torch.logsumexp(logits(product.float()) * scale, 1)
@@ -96,7 +97,7 @@ def forward_pack(
 
 @torch.inference_mode()
 def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = None) -> torch.Tensor:
-    """Return the last layer's hidden states for a pack's tokens, (tokens, hidden size).
+    """Return the last layer's hidden states for a pack's tokens, shape (tokens, hidden size).
 
     Args:
         inputs: the decoder's inputs for a pack with images; None for a text-only pack.

@@ -1,6 +1,6 @@
 """Compute the log-probs of given tokens from hidden states.
 
-The full logits, (tokens, vocabulary), are never in memory at once. Sums over the vocabulary are computed in float32.
+The full logits, of shape (tokens, vocabulary), are never in memory at once. Sums over the vocabulary are computed in float32.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Head:
     """A model's output layer.
 
     A head that is a matrix product, with or without a scale and a soft cap, is computed by this class, and the logit of each
-    target token is computed in float32. Rounding that logit to bfloat16 would be the largest single source of error in a
-    log-prob, and one extra dot product per token avoids it. For any other head, the model's own forward is called with the
-    given hidden states, so no architecture-specific code is needed.
+    target token is computed in float32. Rounding a target token's logit to bfloat16 would be the largest single source of error
+    in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own forward is called with
+    the given hidden states, so no architecture-specific code is needed.
 
-    Under autocast, the rounded logit is used, because these values are compared with those of a training run, which rounds its
-    logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the log-sum-exp over the
-    logits in float32.)
+    Under autocast, the target token's rounded logit is used, because the log-probs are compared with those of a training run
+    that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the
+    log-sum-exp over the logits in float32.)
 
     Args:
         model: a causal language model.
@@ -64,7 +64,8 @@ class Head:
     Attributes:
         logits: the function that turns the head's products into logits, found by trying known forms; None if none of them
             agrees with the model's own forward.
-        log_sum_exp: the function that computes the log-sum-exp of the logits: `log_sum_exp` or a compiled version of it.
+        log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
+            of it.
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -83,7 +84,7 @@ class Head:
         """Return the log-probs of target tokens at the given positions.
 
         Args:
-            states: last hidden states, (positions, hidden size), in the model's dtype.
+            states: the last layer's hidden states, shape (positions, hidden size), in the model's dtype.
             at: indices in `states` of the positions that predict the targets, int64 (n,).
             targets: token ids of the targets, int64 (n,).
             temperature: the logits are divided by this number.
@@ -127,7 +128,7 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (log-sum-exp of all logits, the target's logit as rounded in the product), both float32 (n,).
+        """Return the log-sum-exp of all logits, and the target's logit as rounded in the product, both float32 (n,).
 
         The outer loop is over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at most
         once.
@@ -153,7 +154,7 @@ class Head:
         return total, self.logits(rounded.float()) / temperature
 
     def _columns_at_once(self, as_they_are: bool) -> int:
-        """Return how many columns of logits to compute at once: on CUDA, all of them unless the weight must be cast."""
+        """Return how many columns of logits to compute at once; on CUDA, all columns if the weight need not be cast."""
         vocabulary, hidden_size = self._weight.shape
         if self._weight.device.type == "cpu":
             return _CPU_BLOCK[1]
@@ -199,7 +200,7 @@ class Head:
 
 
 def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return hidden @ factors.T + bias in `dtype`, (rows, columns)."""
+    """Return hidden @ factors.T + bias in `dtype`, shape (rows, columns)."""
     if not _is_widened(hidden, factors, dtype):
         return F.linear(hidden.to(dtype), factors, bias)
     product = torch.mm(hidden, factors.T, out_dtype=dtype)
@@ -216,7 +217,7 @@ def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype)
 
 
 def _rows_at_once(device: torch.device, columns: int) -> int:
-    """Return how many rows of logits with this many columns to compute at once."""
+    """Return how many rows of logits to compute at once if each row has this many columns."""
     rows = _WHOLE_LOGITS[device.type] // columns
     return min(_CPU_BLOCK[0], max(1, rows)) if device.type == "cpu" else _in_tiles(rows)
 

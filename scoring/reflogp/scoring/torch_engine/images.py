@@ -90,11 +90,12 @@ class DecoderInputs:
     """The inputs of a model's text decoder for a pack with images, on the device.
 
     Attributes:
-        embeddings: (tokens, hidden size), with image features in place of the embeddings of image tokens.
+        embeddings: the tokens' embeddings, shape (tokens, hidden size), with image features in place of the embeddings of image
+            tokens.
         positions: the model's own positions if they have several components, int64 (components, tokens); None otherwise.
         image_places: True for image tokens, bool (tokens,).
-        deep: features that the decoder adds to the hidden states of image tokens after each of its first layers: one tensor per
-            layer, (image tokens, hidden size). Empty for most models.
+        deep: for each of the first layers of some decoders, the features that the decoder adds to the hidden states of image
+            tokens after this layer, shape (image tokens, hidden size); empty for most models.
         both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
@@ -105,7 +106,10 @@ class DecoderInputs:
     both_ways: bool
 
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the decoder's keyword arguments. `positions`, (tokens,), is used if the model has no positions of its own."""
+        """Return the decoder's keyword arguments.
+
+        `positions`, shape (tokens,), is used if the model does not compute positions of its own.
+        """
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
         return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
@@ -117,8 +121,8 @@ class _Features:
 
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
-        deep: see DecoderInputs.
-        grids: arguments for the model's function that computes positions, on the host.
+        deep: features that the decoder adds after its first layers (see `DecoderInputs`).
+        grids: tensors on the host, which are arguments for the model's function that computes positions.
     """
 
     embeddings: torch.Tensor
@@ -133,14 +137,14 @@ class _Features:
 class ImageFeatures:
     """Builds the decoder's inputs for packs with images.
 
-    The vision tower runs once for each distinct image of a pack. If an image's features depend on the prompt's other images, it
-    runs once for each distinct set of images of a prompt.
+    The vision tower runs once for each distinct image of a pack. If an image's features depend on the prompt's other images,
+    the vision tower runs once for each distinct set of images of a prompt.
 
     The most recently used features are kept for later packs, up to a memory limit. If an image's features are larger than the
     limit, the image is decoded and processed again for each pack that contains it.
 
     Args:
-        model: the model. Set it to its own attention implementation before inputs are built.
+        model: the model, which must be set to its own attention implementation before inputs are built.
         device: the model's device.
         limit: maximum size of the kept features, in bytes.
     """
@@ -154,7 +158,7 @@ class ImageFeatures:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Discard all features when the block ends."""
+        """Keep features for later packs while the block runs, and discard all of them when it ends."""
         try:
             yield
         finally:
@@ -252,7 +256,7 @@ class ImageFeatures:
         return found
 
     def _computed(self, part: SequenceImages) -> _Features:
-        """Run the model on a part's image tokens only, and stop when it calls its decoder."""
+        """Compute the decoder's inputs for a group of images by running the model on their tokens, up to its decoder."""
         pixels, types = pixel_inputs([part])
         ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
         more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}
@@ -279,12 +283,12 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     Args:
         config: the config of the model's text decoder.
         sequence: a sequence with images.
-        given: the keyword arguments of the model's call to its decoder for this sequence alone, without padding.
-        positions: the positions that the sequence's tokens have in a pack, (components, tokens).
+        given: the keyword arguments that the model passes to its decoder for this sequence alone, without padding.
+        positions: the positions that the sequence's tokens have in a pack, shape (components, tokens).
 
     Returns:
-        (True if the tokens of an image attend to each other in both directions, description of what a pack cannot provide or
-        None).
+        Whether the tokens of an image attend to each other in both directions, and a description of what a pack cannot provide,
+        or None.
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
@@ -294,12 +298,12 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
         own = torch.arange(len(sequence))[None]
     own = own.reshape(-1, len(sequence)).cpu()
     if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
-        return False, "the positions of image tokens differ from those in a pack"
+        return False, "the model gives image tokens other positions than a pack does"
     masks = given.get("attention_mask")
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "image tokens do not attend to the same tokens as in a pack"
+    return False, "in the model, image tokens do not attend to the same tokens as in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
@@ -338,7 +342,7 @@ def decoder_calls(model: Any, stop: bool = False) -> Iterator[list[dict[str, Any
     """Collect the keyword arguments of each call to a model's text decoder while the block runs.
 
     Args:
-        stop: instead of running the decoder, raise _ReadError.
+        stop: whether to raise _ReadError instead of running the decoder.
     """
     seen: list[dict[str, Any]] = []
 

@@ -35,7 +35,7 @@ class LoadedModel:
         vocab_size: number of rows of the output embedding; token ids must be smaller.
         max_positions: maximum number of positions according to the config; None if the config sets no limit.
         rope_limit: for models with "longrope" or "dynamic" RoPE scaling, the length above which a sequence changes the rotary
-            embeddings of all sequences in its pass; None for other models. Longer sequences are scored alone.
+            embeddings of all sequences in its pass; None for other models. Sequences longer than `rope_limit` are scored alone.
     """
 
     model: Any
@@ -153,7 +153,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     if absent:
         raise EngineError(
             f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
-            f"({', '.join(absent[:3])}); they would be initialized randomly"
+            f"({', '.join(absent[:3])}); transformers would initialize them randomly"
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)
@@ -222,9 +222,9 @@ def _unloadable(folder: Path) -> Iterator[None]:
 class _Weight:
     """A tensor in an open file, read when indexed. transformers treats it like a tensor or a safetensors slice.
 
-    Each tensor is read into its own memory. transformers would instead map the files into memory. All weights that were read
-    would then stay in memory until the last one is loaded, a later write to a file would change the model, and a truncated file
-    would crash the process.
+    Each tensor is read into its own memory. transformers would instead map the files into memory. With mapped files, all
+    weights that were read would stay in memory until the last one is loaded, a later write to a file would change the model,
+    and a truncated file would crash the process.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -264,7 +264,7 @@ def forget_longest_pass(model: Any, limit: int) -> None:
 
 
 def _rope_limit(config: Any) -> int | None:
-    """Return the length above which the rotary embeddings depend on the longest sequence in the pass; None for other models.
+    """Return the length above which the rotary embeddings depend on the longest sequence in the pass; None if they never do.
 
     See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """

@@ -1,8 +1,8 @@
 """Plan how a model uses device memory, and recognize out-of-memory errors.
 
-The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The number of tokens
-that fit into a forward pass can only be estimated, so the engine halves this budget when memory runs out. Out-of-memory errors
-from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
+The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The token budget, the
+number of tokens that fit into a forward pass, can only be estimated, so the engine halves the budget when memory runs out.
+Out-of-memory errors from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes this process can still allocate on a CUDA device, or on the CPU within the machine or container.
+    """Return how many bytes this process can still allocate on a device; for a CPU, within the machine or container.
 
     CUDA memory that torch has reserved but does not use counts as free, and so does the machine's page cache.
     """
@@ -107,7 +107,8 @@ def require_room(
         dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
         device: the model's device.
         parameters: number of the model's parameters, or None if unknown. The files may contain more weights than are loaded.
-        alone: compare with the device's total memory, as if nothing else used it, instead of with the memory that is free now.
+        alone: whether to compare with the device's total memory, as if nothing else used it, instead of with the memory that is
+            free now.
 
     The message says how much memory is needed, how much is free, and which options would work, if any.
     """
@@ -174,7 +175,7 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return the options that spread the model over the fewest GPUs like this one, or None if no supported number is enough."""
+    """Return the command-line options for the fewest GPUs like this one that fit the model, or None if no number is enough."""
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1

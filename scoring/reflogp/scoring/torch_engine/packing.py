@@ -4,8 +4,8 @@ The functions in this module turn token ids into index arrays and need neither a
 
 Sequences are sorted by their tokens, so that sequences with a common prefix are adjacent. Such a prefix can be a prompt, the
 earlier turns of a dialogue, or the beginning of a completion. Each sequence adds to the pack only the tokens after the prefix
-that it shares with the previous sequence. These added tokens are the sequence's branch. They attend to the sequence's whole
-path through the pack.
+that it shares with the previous sequence. The added tokens are the sequence's branch. All tokens of the sequence in the pack,
+shared and added, are its path. The tokens of a branch attend only to tokens of the path.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Pack:
     """One row of tokens for one forward pass.
 
     Attributes:
-        token_ids: int64 (tokens,).
+        token_ids: the tokens' ids, int64 (tokens,).
         positions: each token's position in its own sequence, int64 (tokens,).
-        branches: the branches, in pack order; together they add each token once.
+        branches: the branches, in the order of their tokens in the pack; each token belongs to exactly one branch.
         predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
         parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
         members: (index of the sequence, indices in `predicted` of its values) for each sequence.

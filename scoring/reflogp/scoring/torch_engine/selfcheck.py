@@ -41,9 +41,11 @@ class SelfCheck:
 
     Attributes:
         path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
-        difference: root mean square difference between that path and a plain pass, in nats per token.
-        tolerance: largest difference allowed, in nats per token.
-        rejected: name of each path or attention kernel that is not used ("compiled" for compiled layers) -> the reason.
+        difference: root mean square difference between the log-probs of that path and those of a plain, unpadded pass, in nats
+            per token.
+        tolerance: largest allowed `difference`, in nats per token.
+        rejected: name of a path or an attention kernel that is not used, or "compiled" if compiled layers are not used -> the
+            reason.
         kernels: names of the attention kernels that the check used; every pack uses the same kernels.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
@@ -68,7 +70,8 @@ class ImageCheck:
 
     Attributes:
         path: how sequences with images are scored: "packed" or "padded".
-        difference: root mean square difference between the two paths, in nats per token; None if packing was not possible.
+        difference: root mean square difference between the values of the two paths, in nats per token; None if packing was not
+            possible.
         reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
         refused_kernels: names of attention kernels that no pack with images may use.
@@ -237,7 +240,7 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
-    return difference, f"differs from a plain pass, without packing, by {difference:.3g} nats per token (root mean square)"
+    return difference, f"log-probs differ from those of a plain pass by {difference:.3g} nats per token (root mean square)"
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
@@ -254,7 +257,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers, but undo it if the values differ; return (difference from a plain pass, problem or None)."""
+    """Compile the layers; undo this if the values differ. Return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -262,7 +265,7 @@ def _try_compiled(
         forward.compile_layers(model)
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
-        problem = None if difference <= tolerance else f"log-probs of compiled layers differ by {difference:.3g} nats per token"
+        problem = None if difference <= tolerance else f"compiled layers change log-probs by {difference:.3g} nats per token"
     except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
@@ -328,14 +331,14 @@ def _packed(
     """Score the sequences as one pack; return (values, the layout, which records the attention calls and kernels)."""
     recurrent = _recurrent_part(model)
     if recurrent:
-        raise ValueError(f"{recurrent} carries state from token to token")
+        raise ValueError(f"{recurrent} carries state from token to token, and in a pack, from sequence to sequence")
     model.set_attn_implementation(PACKED)
     [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
     layout = PackLayout(pack, device, refused)
     pack_states(model, layout)
     layers = int(model.config.get_text_config().num_hidden_layers)
     if layout.layers_seen != layers:
-        raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
+        raise ValueError(f"only {layout.layers_seen} of {layers} layers use transformers' attention interface")
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
         raise ValueError(
             f"{windows} layers use sliding-window or chunked attention, "

@@ -90,10 +90,10 @@ class Sequence:
     Attributes:
         prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
         completion_ids: token ids of the completion, at least one.
-        attention_mask: None for a sequence without padding. For a row of a padded batch, 0 for padding tokens and 1 for other
-            tokens. Such a row is scored by the model's own forward, with this mask and the model's default positions, and
-            padding tokens in the completion get values too. If the model's positions are absolute, padding on the left changes
-            all values.
+        attention_mask: for a row of a padded batch, 0 for padding tokens and 1 for other tokens; None for a sequence without
+            padding. A row of a padded batch is scored by the model's own forward, with this mask and the model's default
+            positions, and its padding tokens in the completion get values too. If the model's positions are absolute, padding
+            on the left changes all values.
         images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
             reflogp.store.images).
 
@@ -187,15 +187,15 @@ def passes_over(
     before: Callable[[list[int]], None] | None,
     flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """Run an engine's flow on a list of sequences; yield outcomes with indices in the list instead of the flow's numbers.
+    """Score a list of sequences with an engine's `flow`; yield each outcome with the sequence's index in the list.
 
     Args:
         sequences: sequences that the engine can score.
         skip: indices of sequences to skip.
         size: maximum number of sequences in a group.
-        before: called before the engine starts each pass, with the indices of the pass's sequences.
-        flow: the engine's flow. It is called with the groups and with a callback that takes the numbers of each pass's
-            sequences.
+        before: function to call before the engine starts each pass, with the indices of the pass's sequences.
+        flow: the engine's `flow`, which is called with groups of sequences, and with a callback that takes the numbers of each
+            pass's sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))

@@ -1,7 +1,8 @@
 """Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
 
-The responses of both transports are checked here before their values are stored. The vLLM process and the engine exchange
-requests and responses as Arrow IPC streams. This module is imported in both environments, so it imports neither torch nor vLLM.
+Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
+engine exchange requests and responses as Arrow IPC streams. This module is imported in vLLM's environment and in the engine's,
+so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RequestImages(NamedTuple):
         digests: each image's `pixel_digest` (see reflogp.store.images).
         counts: number of tokens for each image.
         files: each image as the bytes of an image file.
-        token: the model's image token, which the model gets instead of image ids.
+        token: id of the model's image token, which the model gets in place of each image id.
     """
 
     digests: tuple[bytes, ...]
@@ -157,7 +158,7 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 
 
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
-    """Return responses as a table with the schema ANSWERS. Here, the `at` of each response is its request's number."""
+    """Return responses as a table with the schema ANSWERS. The `at` of each response must be the number of its request."""
     return _table(answers, ANSWERS)
 
 

@@ -43,8 +43,8 @@ class VllmProcess:
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: returns a context manager that is active while the model is loaded. It raises FileChangedError if the model's
-            files are not those of the reference.
+        unchanged: function that returns a context manager, which is active while the model is loaded and raises
+            FileChangedError if the model's files are not those of the reference.
 
     Raises:
         UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.

@@ -113,8 +113,11 @@ class Transport(Protocol):
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests at once; yield responses as they arrive. Requests with the same salt share a cache.
 
-        Raises, while responses are read: VllmEndedError: vLLM ended before it had answered all requests. It can be restarted.
-        EngineError: the remaining requests will get no response.
+        The errors below are raised while responses are read.
+
+        Raises:
+            VllmEndedError: vLLM ended before it had answered all requests. It can be restarted.
+            EngineError: the remaining requests will get no response.
         """
 
     def revive(self) -> bool:
@@ -140,12 +143,12 @@ class VllmEngine:
 
     Attributes:
         token_budget: number of tokens in a pass.
-        pass_seconds: no effect with this engine, because vLLM itself interleaves the requests of several passes.
+        pass_seconds: has no effect with this engine, because vLLM itself interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: provenance of a server's weights, which reflogp cannot read (see `server.check_claim`). Empty if vLLM runs as a
-            local process.
+        claim: what the provenance says about the weights of a server, which reflogp cannot read (see `server.check_claim`);
+            empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -167,7 +170,7 @@ class VllmEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return index -> reason for each sequence that vLLM cannot score."""
+        """Return the sequences that vLLM cannot score, as a dictionary from index to reason."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -219,11 +222,11 @@ class VllmEngine:
         return Operations()
 
     def peak_flops_per_second(self) -> float | None:
-        """Return None, because the device is used by vLLM."""
+        """Return None, because the peak rate cannot be measured while vLLM uses the device."""
         return None
 
     def provenance(self) -> dict[str, Any]:
-        """Return the versions and settings that this engine computes values with. They are stored with the values."""
+        """Return the versions and settings that this engine computes values with, which are stored next to the values."""
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
@@ -381,7 +384,7 @@ class _Flight:
     def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
         """Send requests for some sequences; return (indices of the sequences that were sent, iterator over the responses).
 
-        If an image can no longer be read, its sequences are not sent, and the error message is their outcome.
+        A sequence with an image that can no longer be read is not sent; the error message becomes the outcome of the sequence.
         """
         requests: dict[int, Request] = {}
         for index in indices:

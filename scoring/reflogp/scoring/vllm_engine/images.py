@@ -1,8 +1,8 @@
 """Build vLLM's prompts for sequences with images from the caller's token ids and images. This code runs in vLLM's process.
 
 By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. Here, vLLM's processor gets each
-image on its own, and the tokens that it generates are compared with the caller's token ids. If they differ, the sequence is
-refused, so vLLM never scores token ids other than the caller's.
+image on its own, and the tokens that it generates are compared with the caller's token ids. If the tokens differ, the sequence
+is refused, so vLLM never scores token ids other than the caller's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library that a transformers image processor resizes images with. The two libraries round differently."""
+    """Return the library that a transformers image processor resizes images with. PIL and torchvision round differently."""
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
@@ -76,7 +76,7 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM generates other tokens."""
+        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM generates other image tokens."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -102,7 +102,7 @@ class ImagePrompts:
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
         """Return (digest, file, ids, image token) of a two-colored test image for the check at startup.
 
-        `ids` are the image's tokens, as image ids.
+        `ids` are the token ids of the image, with an image id for each image token.
         """
         import io
 
@@ -128,7 +128,7 @@ class ImagePrompts:
         except ValueError as error:
             raise ImageRefusedError(f"vLLM's environment cannot decode an image: {first_line(error)[:200]}") from error
         if pixel_digest(image) != digest:
-            raise ImageRefusedError("vLLM's environment decodes an image to different pixels")
+            raise ImageRefusedError("vLLM's environment decodes an image to different pixels than reflogp's environment")
         try:
             items = self._processor.info.parse_mm_data({"image": [image]})
             found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
@@ -149,7 +149,7 @@ class ImagePrompts:
 
 
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
-    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM's token ids differ.
+    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM generates other token ids for the image.
 
     Args:
         ids: token ids of the sequence, in which image tokens have the id of the model's image token.

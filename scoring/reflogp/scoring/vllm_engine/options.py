@@ -99,7 +99,7 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return the arguments, and the adapter if any, that vLLM must load to compute a reference's values.
+    """Return what vLLM must load to compute a reference's values: arguments for `vllm.LLM`, and an adapter if there is one.
 
     Args:
         model: local model folder.
@@ -109,8 +109,8 @@ def vllm_options(
         chosen: the user's arguments; each must be in ALLOWED.
 
     Raises:
-        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`), or (UsageError) an argument is not
-            in ALLOWED.
+        UsageError: an argument is not in ALLOWED.
+        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
         EngineError: vLLM would compute values that differ from the reference's.
     """
     check_options(chosen)

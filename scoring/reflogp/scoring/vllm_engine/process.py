@@ -1,7 +1,8 @@
 """Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin ends.
 
-The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. That environment needs no other
-extra of reflogp. The caller decides which requests may read the cache.
+The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. vLLM's environment needs no extra of
+reflogp other than `vllm`. The caller decides which requests may read the cache. The messages in each direction, and the schemas
+of their tables:
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying

@@ -1,4 +1,4 @@
-"""Connect to a running `vllm serve`: a Transport that sends concurrent HTTP requests and retries them.
+"""Implement a Transport that connects to a running `vllm serve`, sends concurrent HTTP requests and retries failed ones.
 
 reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
 compares the values. Requests are JSON, in one of three forms (best first):
@@ -119,7 +119,7 @@ class VllmServer:
         EngineError: the server cannot be reached, or does not return log-probs of given tokens.
 
     Attributes:
-        form: the best request form that the server supports.
+        form: the best of the request forms in FORMS that the server supports.
         max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
@@ -224,7 +224,7 @@ class VllmServer:
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
         """Send a request and return the response; retry while the server does not respond or the status is in `later`.
 
-        Raises EngineError if this continues for `patience_seconds`, or if the engine is closed.
+        Raises EngineError if attempts fail for longer than `patience_seconds`, or if the engine is closed.
         """
         pause = _FIRST_PAUSE
         while True:
@@ -240,7 +240,7 @@ class VllmServer:
             since = self._silent_since = self._silent_since or now
             if now - since > _SAID_SECONDS and not self._said:
                 self._said = True
-                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for it (--patience)"
+                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for the server (--patience)"
                 warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 raise EngineError("the engine was closed")
