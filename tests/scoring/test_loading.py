@@ -312,7 +312,7 @@ def test_memory_that_runs_out_anywhere_is_an_error_of_ours(error, reference_fold
     for place, name, model in places:
         with monkeypatch.context() as patch:
             patch.setattr(place, name, raising(error))
-            with pytest.raises(OutOfMemoryError, match="memory of cpu ran out while"):
+            with pytest.raises(OutOfMemoryError, match="cpu ran out of memory while"):
                 TorchEngine(str(model), "float32", device="cpu")
     with monkeypatch.context() as patch:
         patch.setattr("peft.PeftModel.from_pretrained", raising(error))

@@ -27,8 +27,8 @@ Device = Annotated[str | None, typer.Option(help="Device to score on: auto, cpu,
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Spread the dataset over several devices of this machine, with one process per device: all, cuda:0,cuda:1, or "
-        "cpu,cpu. With --tensor-parallel N, each engine uses N of the GPUs.",
+        help="Spread the dataset over several devices of this machine, with one process per device. Give `all` or a list "
+        "such as `cuda:0,cuda:1` or `cpu,cpu`. With --tensor-parallel N, each engine uses N of the GPUs.",
         metavar="all|NAME,…",
     ),
 ]

@@ -57,7 +57,7 @@ class Misses:
         rows: numbers of the rows without values, int64 of shape (n,).
         of: number of rows in the dataset.
         has_kl: whether the rows include sequences for KTO's KL term.
-        own_found: whether some rows' own completions (not those of the KL pairs) have values.
+        own_found: whether any row of the dataset has values for its own completion (not that of its KL pair).
         tokens: the rows' token ids, if this process looked up the rows.
         why: reason why on_miss="compute" could not compute the values, or an empty string.
         has_images: whether the rows contain images.

@@ -183,7 +183,7 @@ class ImageReader:
         if not isinstance(value, bytes):
             raise RowError(f"{name} has type {type(value).__name__}; expected bytes, a path, a data URI or a PIL image")
         if len(value) > MAX_BYTES:
-            raise RowError(f"{name} has more than {MAX_BYTES >> 20} MiB")
+            raise RowError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
         key = self._cache.key(value)
         known, seconds = self._cache.get(key), 0.0
         if known is None:
@@ -227,7 +227,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
         path = getattr(error, "filename", None) or path
         raise RowError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
-        raise RowError(f"{name}: {path} has more than {MAX_BYTES >> 20} MiB")
+        raise RowError(f"{name}: {path} is larger than {MAX_BYTES >> 20} MiB")
     return data
 
 
@@ -273,7 +273,7 @@ def _data_uri(name: str, text: str) -> bytes:
     if not comma or not head.endswith(";base64"):
         raise RowError(f"{name} is a data URI without base64 data")
     if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise RowError(f"{name} has more than {MAX_BYTES >> 20} MiB")
+        raise RowError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):

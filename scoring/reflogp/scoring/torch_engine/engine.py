@@ -118,7 +118,7 @@ class TorchEngine:
         self._features = ImageFeatures(self._loaded.model, self.device)
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
-        with memory_errors(self.device, "the self-check ran"), on_device(self.device):
+        with memory_errors(self.device, "the self-check was running"), on_device(self.device):
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
             if token_budget == "auto":

@@ -96,7 +96,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     except ImportError as error:
         raise EngineError(f"{adapter.folder} is an adapter, which needs peft: pip install peft") from error
     try:
-        with memory_errors(device, f"the adapter {adapter.folder} was loaded"):
+        with memory_errors(device, f"the adapter {adapter.folder} was being loaded"):
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
     except EngineError:
         raise
@@ -132,7 +132,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     devices = [where] if where.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),  # building a model draws random numbers, which must not affect the caller's generators
-        memory_errors(where, f"{checkpoint.folder} was loaded"),
+        memory_errors(where, f"{checkpoint.folder} was being loaded"),
         _unloadable(checkpoint.folder),
     ):
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)

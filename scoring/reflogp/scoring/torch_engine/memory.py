@@ -228,7 +228,7 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
 
     Args:
         device: the device that the block uses.
-        doing: words to put after "while" in the error message, such as "the self-check ran".
+        doing: words to put after "while" in the error message, such as "the self-check was running".
     """
     try:
         yield
@@ -237,4 +237,4 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)  # the frames' variables refer to the tensors that filled the memory
         first = first_line(error)
-        raise OutOfMemoryError(f"the memory of {device} ran out while {doing}: {first}") from error
+        raise OutOfMemoryError(f"{device} ran out of memory while {doing}: {first}") from error

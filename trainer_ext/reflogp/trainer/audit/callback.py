@@ -318,7 +318,7 @@ class ReferenceAudit(TrainerCallback):
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("the step-0 gate", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
-            self._not_run["step_zero"] = "no completion token of the first batches counts towards the loss"
+            self._not_run["step_zero"] = "no completion token in the first batches counts towards the loss"
             return
         self._not_run.pop("step_zero", None)
         self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))

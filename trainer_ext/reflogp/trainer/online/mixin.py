@@ -38,7 +38,7 @@ class RemoteReferenceMixin(_AnyTrainer):
     Args:
         reference: the service, and the name of one of its reference models.
         reference_deadline: maximum number of seconds to wait for the values of one batch. If the service is slow or restarting,
-            the step waits for up to this long.
+            the step waits up to this many seconds.
         policy_starts_at_reference: whether the policy starts as the reference model. If True, the first batch's values are
             compared with the policy's own log-probs before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
