@@ -1,6 +1,6 @@
 """Read the Delta log entry by entry when delta-rs cannot read it, and repair damaged entries.
 
-Each reflogp commit records its changes twice: in its actions, and in its commitInfo (`redundant`). Damage to an entry is
+Each reflogp commit records its changes twice: in its actions, and in its commitInfo (see `redundant`). Damage to an entry is
 therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log format
 (github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
 """
