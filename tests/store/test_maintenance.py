@@ -368,7 +368,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("binary", "cannot be read"),
         ("short key", "16 bytes"),
         ("null", "null"),
-        ("no object", "a provenance is not a JSON object"),
+        ("no object", "the provenance of a row is not a JSON object"),
         ("name", "wrong type"),
     ],
 )

@@ -37,7 +37,7 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed if the service runs on loopback without tokens.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that was started without tokens needs none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
             most 5 seconds.
 
@@ -64,7 +64,7 @@ class Client:
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
     def references(self) -> list[protocol.ReferenceInfo]:
-        """Return the reference models that the service can score with, and those that only its store has."""
+        """Return the reference models that the service can score with, and those for which it only has stored values."""
         return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
@@ -199,8 +199,8 @@ class Client:
 
         Args:
             state: return only jobs in this state.
-            before: return only jobs older than the job with this id; for the next page, this is the `next_before` of the
-                current page.
+            before: id of a job; only older jobs are returned. To get the next page, pass the `next_before` of the current
+                page.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
@@ -269,8 +269,8 @@ class Client:
 
         Args:
             job: id of the job.
-            timeout: number of seconds to wait, or None to wait until the job ends or the service has not responded for 10
-                minutes.
+            timeout: maximum number of seconds to wait, or None for no maximum. In both cases, waiting ends when the service has
+                not responded for 10 minutes.
         """
         following = Following(job, self.url, timeout)
         while not following.ended:
@@ -304,8 +304,8 @@ class Client:
         Args:
             job: id of the job.
             on_change: a function that is called with the job at the start and after every change.
-            timeout: number of seconds to wait, or None to wait until the job ends or the service has not responded for 10
-                minutes.
+            timeout: maximum number of seconds to wait, or None for no maximum. In both cases, waiting ends when the service has
+                not responded for 10 minutes.
             check: whether to raise JobFailedError if the job fails or is cancelled.
 
         Raises:
@@ -373,7 +373,7 @@ class AsyncClient:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN; not needed if the service runs on loopback without tokens.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that was started without tokens needs none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
 
     Examples:

@@ -1,7 +1,7 @@
-"""Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
+"""Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html).
 
-This module parses events, and decides when to reconnect and when to stop. It does not open connections: the clients open them,
-and pass the received bytes to this module.
+This module parses events, and decides when to reopen a lost connection and when to stop. It does not open connections: the
+clients open them, and pass the received bytes to this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SLACK = 0.05
 
 
 class EventParser:
-    """A parser that takes a stream's bytes in chunks of any size and returns its events.
+    """Parses the events of a stream whose bytes arrive in chunks of any size.
 
     Only the fields that a scoring service sends are supported: `event` and `data`.
     """
@@ -59,7 +59,7 @@ class EventParser:
 
 
 class Following:
-    """The state of one watch of a job: the job's last known state, when to reopen its stream, and when to stop.
+    """What one call of `watch` or `events` has to know: the job's last state, when to reopen the stream, and when to stop.
 
     Args:
         job: id of the job.
@@ -88,7 +88,7 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the new states of the job in a chunk of the stream, one for each change.
+        """Return the new states of the job that a chunk of the stream reports, one for each change.
 
         Raises ServiceFailedError if an event cannot be read. After the timeout, raises the error for the last failure, or
         DeadlineExceededError if there was no failure.

@@ -81,7 +81,7 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     found = Path(path).expanduser()
     if found.is_dir():
         raise UsageError(
-            f"{path} is a folder, but only single files can be uploaded: name a file in the folder,"
+            f"{path} is a folder, but only single files can be uploaded: use the path of a file in the folder,"
             " or a path on the service's machine (ServicePath, --on-service)."
             " For a dataset with this name on the Hugging Face Hub, use hf://datasets/ORGANISATION/NAME"
         )

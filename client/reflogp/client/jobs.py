@@ -61,7 +61,7 @@ def jobs_call(state: str | None, before: str | None, limit: int) -> protocol.Cal
 
 
 def events_call(job: str, wait: float) -> protocol.Call:
-    """Return the request for a job's event stream; the request fails after `wait` seconds without a byte."""
+    """Return the request for a job's event stream. The request fails if no byte arrives for `wait` seconds."""
     return protocol.Call("GET", _path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
 
 
@@ -86,9 +86,9 @@ def check_settings(settings: JobSettings) -> None:
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """Return the Hugging Face Hub dataset that "ORGANISATION/NAME" names, or None for a file or folder on this machine.
+    """If `dataset` is the "ORGANISATION/NAME" of a dataset on the Hugging Face Hub, return its URI; otherwise, return None.
 
-    A local file or folder with that name takes precedence, as in `reflogp score`.
+    A file or folder with that name on this machine takes precedence, as in `reflogp score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None
@@ -123,7 +123,7 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return it as the service describes it; a running job may not have ended yet.
+    """Cancel a job, and return the state that the service reports. If the job was running, it may not have ended yet.
 
     The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """

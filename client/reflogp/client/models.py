@@ -39,9 +39,9 @@ class ServiceUri:
     """A dataset that the service downloads from https://, s3:// or hf://datasets/…, if the service's settings allow it.
 
     Attributes:
-        uri: the URI of the dataset, with or without a query. For a dataset on the Hugging Face Hub,
-            hf://datasets/ORGANISATION/NAME reads one split, and hf://datasets/ORGANISATION/NAME/FILE reads one file. Both forms
-            can have @REVISION after NAME.
+        uri: the URI of the dataset, with or without a query. For a dataset on the Hugging Face Hub, use
+            hf://datasets/ORGANISATION/NAME for one split, or hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can
+            have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
 
     Examples:
@@ -187,8 +187,8 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: id of the reference that scores the dataset, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if another token
-            submitted the job and the client's token has no permission to read.
+        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if the job was
+            submitted with another token and the client's own token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
@@ -257,7 +257,7 @@ class JobPage:
     Attributes:
         jobs: the jobs on this page.
         counts: number of jobs in each state, on all pages.
-        next_before: value of the `before` argument that gets the next page, or None on the last page.
+        next_before: value to pass as `before` in order to get the next page, or None on the last page.
 
     Examples:
         >>> from reflogp.client import Client

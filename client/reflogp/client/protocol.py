@@ -133,13 +133,14 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Call:
-    """One request to a service, which may be sent several times.
+    """A request to a service. If an attempt fails, the request may be sent again.
 
     Attributes:
         content: body of the request; a file is streamed.
         again: failures after which the request is retried; a busy response (429, 503) is always retried.
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
-        until: deadline (by time.monotonic), including retries and pauses; each attempt tells the service how much time is left.
+        until: time by which all attempts must end, on the clock of time.monotonic, or None for no deadline; each attempt tells
+            the service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
         request_id: id that every attempt sends as X-Request-Id, and that the service logs.
     """
@@ -172,7 +173,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 
 def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
-    """Look up keys in as many requests as the service's limits require, all for the same snapshot."""
+    """Look up keys in one snapshot, split into as many requests as the service's limits require."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
@@ -270,7 +271,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments for sending a call now with httpx's `stream`, except for the body."""
+    """Return the keyword arguments, apart from the body, for a call of httpx's `stream` that sends the request now."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
@@ -336,7 +337,7 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """Return the pause that a busy service requests; otherwise, return a pause that grows with every failed attempt.
+    """Return the pause that the service asked for or, if it did not, a pause that grows with every failed attempt.
 
     The pause includes a random part, so that clients do not all retry at the same time.
     """

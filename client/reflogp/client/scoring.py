@@ -36,7 +36,7 @@ class Scores:
     Attributes:
         token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
         reference_id: id of the reference model that computed the values.
-        hits: number of sequences that the store had.
+        hits: number of sequences whose values came from the store.
         engine_seconds: time spent computing, in seconds.
         queue_seconds: time spent waiting in the service's queue, in seconds.
 
@@ -88,7 +88,7 @@ def scoring(
     deadline: float | None,
     patience: float | None,
 ) -> protocol.Plan[Scores]:
-    """Score `sequences`, in as many requests as the service's limits require.
+    """Score the sequences in `table`, split into as many requests as the service's limits require.
 
     Raises SequencesRefusedError if some sequences could not be scored, but only after all sequences have been sent.
     """
@@ -139,7 +139,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return the problem of each sequence (None for a scored sequence), and the scores."""
+    """Return the reason why each sequence could not be scored (None for a scored sequence), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])
@@ -163,7 +163,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the number of tokens before each sequence, followed by the total number, int64 of shape (n + 1,)."""
+    """Return the cumulative number of tokens, from 0 before the first sequence to the total: int64 of shape (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)

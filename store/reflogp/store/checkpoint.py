@@ -1,7 +1,7 @@
 """Read a model folder's config, list its weight files, and check that they are complete.
 
-The module expects the files that transformers writes (safetensors, index.json, hub cache). It loads no tensors and does not
-import torch.
+The module expects the files that transformers writes: config.json, safetensors weights and, for weights in several files,
+model.safetensors.index.json. It loads no tensors and does not import torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Checkpoint:
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
-        """Return every file that can change what the model computes."""
+        """Return all files whose content can affect the model's output."""
         index = self.folder / _INDEX
         read = [self.folder / "config.json", *([index] if index.is_file() else [])]
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
@@ -87,10 +87,10 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the config, the weight index and the adapter config, read again, match this checkpoint.
+        """Return True if the config, the weight index and the adapter config still match this checkpoint.
 
         Args:
-            read: functions that return the content of a file, by path.
+            read: for each path, a function that returns the current content of the file at that path.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -242,7 +242,7 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size in bytes that the header specifies for the complete file, and the entries of its tensors by name."""
+    """Read a safetensors header. Return the size of the complete file in bytes, and the header's tensor entries by name."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

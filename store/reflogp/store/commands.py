@@ -24,7 +24,7 @@ class ScoreArguments:
         model, data, store: the reference model, the dataset, and the store.
         dtype: compute dtype of the reference model, or "auto" for the dtype in which the model was scored into the store.
         settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of individual tokens.
-        lm_head_dtype: "float32", or None for the model's dtype.
+        lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved or hub dataset.
         form: the dataset's format, or None to detect it.
@@ -68,10 +68,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """A context manager for code that looks up values.
-
-    If the code fails because nothing has been scored yet, the command line `command` is added to the error message.
-    """
+    """Add the command line `command` to an error that the `with` block raises because nothing has been scored yet."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

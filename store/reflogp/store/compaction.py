@@ -1,7 +1,7 @@
 """Compact and vacuum a table: merge many shards into a few sorted shards with no common keys, and delete old shards.
 
 Compaction uses bounded memory: the range of keys is divided into parts, and one part at a time is read, sorted and written.
-Because every shard is sorted, the rows of one such part are in consecutive row groups of each shard.
+Because every shard is sorted by key, each part of the key range lies in consecutive row groups of a shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Compacted:
     Attributes:
         shards_before, shards_after: number of shards in the table before and after the compaction.
         rows: number of rewritten rows; 0 if there was nothing to do.
-        duplicates: number of rows dropped because a longer row has the same key.
+        duplicates: number of rows that were dropped because another row has at least as many values for the same key.
         won: whether all merges were committed; False if the last merge was discarded, because another process compacted the
             same shards first.
         snapshot: number of the latest snapshot after the compaction.
@@ -71,8 +71,8 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: whether to merge only the small shards (as scoring does automatically); by default, all shards are
-            merged, or none if they are already in order.
+        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards; but nothing is
+            merged if no key ranges overlap and no shard is larger than twice `shard_bytes`.
         shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
@@ -143,7 +143,9 @@ def _merge(
 
 
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
-    """Yield the rows of several shards in about `parts` tables, sorted by key, with only the longest row of each key.
+    """Merge several shards, and yield their rows in key order, as about `parts` tables.
+
+    If several rows have the same key, only the row with the most log-probs is kept.
 
     Keys are digests, so equally large parts of the key space contain about the same number of keys. Each row group is read
     once; rows that belong to a later part stay in memory until that part is yielded. Memory use is therefore limited to one
@@ -166,7 +168,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows: those for which the first 64-bit word of the key is less than `behind`."""
+        """Return the rows not returned so far for which the first 64-bit word of the key is less than `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -205,8 +207,8 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files; it must exceed the longest time that a reader uses an old snapshot or a
-            writer prepares a commit.
+        retention_hours: minimum age, in hours, of the files to delete. Choose a retention that is longer than any reader uses
+            an old snapshot, and longer than any writer takes to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
         alone: True allows a retention below 1 hour; set it only if no other process is using the store.
 

@@ -1,7 +1,7 @@
-"""Compute sha256 digests of files, and keep the files open so that the content that was hashed is the content that is read.
+"""Compute sha256 digests of files, and keep the files open, so that later reads return the content that was hashed.
 
-Cached digests are identified by the file's path, inode, size, modification time and change time. The change time is included
-because a program that rewrites a file in place can restore all the other properties.
+A cached digest is reused only if the file still has the same path, inode, size, modification time and change time. The change
+time is compared because a program that rewrites a file in place can restore all the other properties.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class OpenFile:
         path: path that was used to open the file.
         descriptor: file descriptor.
         identity: identity of the file when it was opened.
-        link: identity of whatever is at the path itself (the symbolic link, if there is one), or None if the file was not
-            opened by its path.
+        link: identity of the symbolic link at `path`, or of the file if `path` is not a link; None if the file was not opened
+            by its path.
     """
 
     path: Path
@@ -124,14 +124,14 @@ class OpenFile:
 class OpenFiles:
     """A set of files that are opened together and stay readable, even if their paths are renamed or deleted.
 
-    If a different file is renamed to the path of an open file, the open file keeps its content. If a program writes to an open
-    file, `check` detects the change. Use the set as a context manager to close the files on exit.
+    If another file is moved to the path of an open file, reads still return the content of the open file. If a program writes
+    to an open file, `check` detects the change. Use the set as a context manager to close the files on exit.
 
     Args:
         paths: existing files. The constructor makes sure that all these files were at their paths at the same moment.
 
     Raises:
-        FileChangedError: during every attempt to open the files, one of them was replaced.
+        FileChangedError: at every attempt to open the files, one of them was changed or replaced.
         OSError: a file cannot be read.
     """
 
@@ -176,7 +176,7 @@ class OpenFiles:
 
 @contextmanager
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
-    """Create a temporary folder that gives libraries paths to files that are already open.
+    """Create a temporary folder through which libraries can read files that are already open.
 
     Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that changes at the original paths do not
     affect what is read. Only this process can use the folder.
@@ -184,7 +184,7 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
     Args:
         files: open files by relative name.
         name: name of the folder; transformers names modules after it.
-        others: paths, by relative name, of additional files that libraries can read; these files are not open.
+        others: paths of additional files that are not open, by relative name; the folder links to these paths.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
     """

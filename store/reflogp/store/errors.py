@@ -1,4 +1,4 @@
-"""The store's errors, as one tree.
+"""The exception classes of the store.
 
 ReflogpError                    base class of all errors in all packages: the command line prints it as one sentence
 ├── UsageError                  an argument is invalid: a path, a name, a column, an option
@@ -13,7 +13,7 @@ ReflogpError                    base class of all errors in all packages: the co
     └── FileChangedError        a file was replaced or written to while it was being read
         └── ContentMismatchError   the file's content does not match an id or a digest
 
-StoreDamageWarning (a UserWarning): a damaged part of the store, which the warning names, was ignored.
+StoreDamageWarning (a UserWarning): part of the store is damaged and was ignored. The message names that part.
 """
 
 

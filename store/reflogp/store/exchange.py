@@ -1,4 +1,4 @@
-"""Export a table as a folder of Parquet files with a README, so that it can be shared, and import such a folder.
+"""Share a table: export it as a folder of Parquet files with a README, and import such a folder into a store.
 
 An export contains the rows as they are stored, and a reference.json that describes the reference model.
 """
@@ -44,7 +44,7 @@ class Contents:
     """The contents of an export, as listed in its contents.json.
 
     Attributes:
-        reference_id: id of the reference model that computed the rows.
+        reference_id: id of the reference model whose log-probs the rows contain.
         snapshot: number of the exported snapshot.
         rows: number of rows.
         card: hexadecimal sha256 of the README.md that reflogp wrote.
@@ -97,9 +97,9 @@ class Imported:
     """The result of an import.
 
     Attributes:
-        reference_id: id of the reference model that computed the rows.
+        reference_id: id of the reference model whose log-probs the rows contain.
         rows: number of rows in the export.
-        written: number of rows that the store did not have yet or had fewer values for.
+        written: number of rows written, because the store had no row or a row with fewer values for the same key.
         snapshot: number of the first snapshot that contains all the rows.
     """
 
@@ -190,7 +190,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     Args:
         store: the store to import into.
         folder: a folder that `export_table` wrote.
-        progress: called with (rows read, total rows); each row is read twice.
+        progress: called with (rows done, total rows). Both numbers count each row twice: it is first checked, then written.
 
     Returns:
         An Imported with the number of rows in the export, the number of rows written, and the snapshot.
@@ -264,7 +264,7 @@ def _problem_of(rows: pa.Table) -> str | None:
         return problem
     for provenance in rows["provenance"].unique().to_pylist():
         if len(provenance) > _MOST_PROVENANCE_BYTES or _parsed(provenance) is None:
-            return "a provenance is not a JSON object"
+            return "the provenance of a row is not a JSON object"
     return None
 
 
@@ -281,9 +281,9 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
     """Return the text of an export's README.md, which is its dataset card on the Hub.
 
     Args:
-        reference: the reference model that computed the rows.
-        snapshot, rows, tokens: the snapshot's number, and how many rows and values it has.
-        made: number of rows with each provenance; a provenance is a JSON string.
+        reference: the reference model whose log-probs the export contains.
+        snapshot, rows, tokens: the number of the snapshot, its number of rows, and its total number of log-probs.
+        made: for each provenance (a JSON string that tells how values were computed), the number of rows that have it.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():

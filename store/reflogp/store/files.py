@@ -21,7 +21,7 @@ from reflogp.store.errors import UsageError
 def write_atomically(target: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. The file is renamed to `target` if the block succeeds, and deleted if it fails.
 
-    A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
+    If the block writes nothing, `target` stays unchanged. Missing parent folders are created.
 
     Raises UsageError if the file cannot be written.
     """

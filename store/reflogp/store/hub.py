@@ -148,7 +148,7 @@ class Pushed:
     """The result of a push.
 
     Attributes:
-        reference_id: id of the reference model that computed the rows.
+        reference_id: id of the reference model whose log-probs the rows contain.
         rows: number of rows in the repository.
         files: number of Parquet files in the repository.
         commit: id of the repository's commit that contains these rows.
@@ -173,9 +173,8 @@ def push_table(
 ) -> Pushed:
     """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
-    The dataset card says how the values were computed.
-    Files that an interrupted push already uploaded are not uploaded again. Other files in the repository are kept, as is a
-    dataset card that somebody has edited.
+    The dataset card says how the values were computed. Files that an interrupted push already uploaded are not uploaded again.
+    The repository's other files are kept. A dataset card that somebody has edited is kept too.
 
     Args:
         table: the table to push.
@@ -186,8 +185,8 @@ def push_table(
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository contains other data or rows that the snapshot lacks, was changed during the push, or cannot
-            be written to with this token.
+        UsageError: the repository contains other data, or rows that the snapshot lacks; the repository was changed during the
+            push; or the token has no permission to write to it.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -225,7 +224,7 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
     Args:
         store: the store to append to.
         uri: hf://datasets/ORGANISATION/NAME[@REVISION] of a repository that `push_table` wrote.
-        progress: called with (rows read, total rows); each row is read twice.
+        progress: called with (rows done, total rows). Both numbers count each row twice: it is first checked, then written.
 
     Raises:
         UsageError: the repository does not exist, reflogp did not push it, or its files are damaged. Nothing is written.
@@ -253,7 +252,7 @@ class _Repository:
         self._sha256: dict[str, str | None] = {}  # sha256 of each large file by path; None for a small file
 
     def exists(self) -> bool:
-        """Return False if the repository does not exist; otherwise record its latest commit and its files, and return True.
+        """Return whether the repository exists. If it does, record its latest commit and its files.
 
         Raises UsageError if the revision does not exist.
         """
@@ -277,7 +276,7 @@ class _Repository:
             raise StoreUnavailableError(f"{self.place} was created, but cannot be found")
 
     def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
-        """Return the contents of the export in the repository, or None if the repository is empty or has only a dataset card.
+        """Return the repository's parsed contents.json, or None if the repository is empty or has only a dataset card.
 
         Args:
             read_only: if True, raise UsageError for an empty repository too.
@@ -356,7 +355,7 @@ class _Repository:
 
 
 def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, store: str) -> None:
-    """Raise UsageError if a repository has a row, or values of a row, that the snapshot lacks."""
+    """Raise UsageError unless the snapshot has at least as many values for each key as the repository."""
     folder = repository.download(there)
     lacking = 0
     for name in there.data:
@@ -383,7 +382,7 @@ def _api() -> HfApi:
 
 @contextmanager
 def told(place: HubPlace) -> Iterator[None]:
-    """A context manager that converts the errors of huggingface_hub, raised in its block, into reflogp's errors."""
+    """Convert the errors that huggingface_hub raises in the `with` block into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     # the base class of HTTP errors in the library that this huggingface_hub uses, requests or httpx

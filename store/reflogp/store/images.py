@@ -1,4 +1,4 @@
-"""Find images and other media in rows, and identify images inside token sequences.
+"""Detect images and other media in rows, and put image ids into token sequences.
 
 A reference model's log-probs depend on all media in a row. Code that scores or joins only tokens must therefore refuse rows
 with media, whether in a column or in a part of a message's content (see `media_of`). The recognized names of columns and parts
@@ -94,7 +94,7 @@ def _media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return the media type of a content part or, if it has none, its first media key; return None for text."""
+    """Return a content part's `type` if it names a medium; otherwise, return its first media key, or None for text."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -134,7 +134,7 @@ def pixel_digest(image: Any) -> bytes:
 
 
 def settings_digest(image_processor: Any) -> bytes:
-    """Return 16 bytes that identify what an image processor does to images: sizes, crops, means, pixel limits.
+    """Return 16 bytes that identify an image processor's settings, such as sizes, crops, means and pixel limits.
 
     The digest does not depend on which library resizes images (PIL or torchvision), because their results differ only by
     rounding.
@@ -175,18 +175,18 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of the token that a model replaces with image features, or None for the config of a text-only model."""
+    """Return the id of the image token in a model's config, or None if the model is text-only."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
 
 
 class ImageTokens:
-    """A tokenizer for text with images that needs only the images' sizes and modes, and never reads, resizes or copies pixels.
+    """Tokenizes text with images, given only the sizes and modes of the images. No pixels are read, resized or copied.
 
     The tokens that a processor returns depend only on the sizes of the images, not on their pixels. The processor is therefore
-    called with blank images, and its image processor runs once for each combination of sizes and modes. An image processor that
-    does not accept an image's mode refuses the blank image too.
+    called with blank images, and its image processor runs once for each combination of sizes and modes. If the image processor
+    does not accept an image's mode, it refuses the blank image with that mode too.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor; it is not modified.
@@ -207,7 +207,7 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text with images of these sizes and modes, before image ids replace the image tokens.
+        """Return the token ids of a text whose images have these sizes and modes. Image tokens are not replaced yet.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
@@ -306,7 +306,7 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace a pixel array with zeros of the same shape and dtype that take no memory; return other values unchanged."""
+    """Replace an array of pixels with a view of one zero that has the same shape and dtype. Return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

@@ -1,7 +1,7 @@
-"""Find the longest stored row of each key in a sorted index.
+"""Look up keys in a sorted index, which points to the row with the most log-probs for each key.
 
-An index covers all keys of a snapshot or, for the duration of one lookup, the keys of some row groups. This module reads no
-files.
+An index is built either once, for all keys of a snapshot, or for a single lookup, for the keys of the row groups that the
+lookup reads. This module reads no files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """The stored row of each of n keys, if there is one.
+    """For each of n keys, the place of its stored row, if it has one.
 
     Attributes:
         length: number of stored values, int32, or MISS if the key was not found.
@@ -55,12 +55,13 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Look up keys in a layer, and replace each result for which the layer has an entry with more values.
+        """Look up keys in a layer. If the layer has a row with more values for a key than the current result, use that row.
 
         Args:
             layer: the layer to search.
             hi, lo: first and second 64-bit word of each key to look up.
-            asked: for each key to look up, the index of its result in this object, or None to look up all keys, in order.
+            asked: for each key in `hi` and `lo`, the index of its result in this object; None if they are all of this
+                object's keys, in the same order.
         """
         if not len(layer.hi) or not len(hi):
             return

@@ -42,9 +42,9 @@ class FoundLogps(Protocol):
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """Return the sum of each key's first `lengths[i]` values, float64 of shape (n,).
+        """For each key i, return the sum of its first `lengths[i]` values, float64 of shape (n,).
 
-        A key's sum is NaN if some of these values are missing or damaged.
+        A key's sum is NaN if one of these values is missing or damaged.
         """
 
 
@@ -72,9 +72,9 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Return a digest of all keys and of how many values each key needs.
+        """Return a digest of all keys and of the number of values that are needed for each.
 
-        If two digests are equal, the rows need the same values.
+        If two digests are equal, the same values are needed.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
@@ -125,7 +125,7 @@ def tokens_column(logps_column: str) -> str:
 
 
 def completion_columns(names: list[str]) -> dict[str, str]:
-    """Return the completion columns of a tokenized table, with the names of their reference columns.
+    """Return the name of the reference column for each completion column of a tokenized table.
 
     Raises UsageError if the table has no completion columns.
     """
@@ -174,7 +174,7 @@ def join_logps(
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
-    """Compute the keys to look up for tokenized rows, and how many values of each a trainer with these settings needs.
+    """Compute the keys of tokenized rows, and the number of values per key that a trainer with these settings needs.
 
     Args:
         tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are

@@ -1,4 +1,4 @@
-"""Compute keys: 16 bytes that identify a sequence by its token ids, independently of text, templates, models and files."""
+"""Compute keys. A key is 16 bytes that identify a sequence by its token ids, whatever text or template they come from."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     """Convert Python lists or numpy arrays to an Arrow list array, without changing the type of their values.
 
-    The type is left to Arrow to infer: if int64 were requested, Arrow would truncate floats.
+    Arrow infers the type of the values, because it would truncate floats if int64 were requested.
     """
     try:
         array = pa.array(lists)
@@ -144,7 +144,7 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Return the first and the last 8 bytes of each key as big-endian uint64 numbers: two arrays of shape (n,).
 
-    As the numbers are big-endian, their order is the order of the keys.
+    Because the words are read as big-endian, pairs of words sort in the same order as keys.
     """
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)

@@ -1,8 +1,8 @@
 """Read the Delta log entry by entry when delta-rs cannot read it, and repair damaged entries.
 
-Each reflogp commit records its changes twice: in its actions, and in its commitInfo (see `redundant`). Damage to an entry is
-therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log format
-(github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
+Each reflogp commit records its changes twice: in its actions, and in its commitInfo (see the function `redundant`). Damage to
+an entry is therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log
+format (github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Replayed:
 
     Attributes:
         version: number of the last entry.
-        shards: shards by path.
+        shards: the table's shards, by path.
         problems: what is wrong with each damaged entry or checkpoint, by file.
     """
 
@@ -103,7 +103,7 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """Return the path of the pointer to the last checkpoint, then the paths of the checkpoint files.
+    """Return the path of `_last_checkpoint`, which points to the latest checkpoint, and the paths of the checkpoint files.
 
     A checkpoint summarizes the log up to one entry, so all these files can be rebuilt from the entries.
     """
@@ -210,13 +210,13 @@ def checked(
     shards: Mapping[str, int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
-    """Replay the log with `replay`, and check that the result has the same shards as delta-rs.
+    """Replay the log with `replay`, and check that this results in the same shards that delta-rs finds.
 
     If no entry is damaged, but the shards differ from those that delta-rs finds, the checkpoints are recorded as damaged.
 
     Args:
         filesystem, last, progress: passed to `replay`.
-        shards: the shards that delta-rs, which starts from checkpoints, finds in the log: size in bytes by path.
+        shards: size in bytes, by path, of each shard that delta-rs finds. Unlike `replay`, delta-rs starts from a checkpoint.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:

@@ -87,7 +87,7 @@ _ADAPTER_NOT_SEMANTIC = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference model that a reference id identifies.
+    """The description of a reference model, with the reference id that identifies it.
 
     A store keeps this description in reference.json, next to the model's table.
 
@@ -209,7 +209,7 @@ def describe_all_numerics(
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model folder whose files are open, so that the files that were hashed are the files that are loaded.
+    """A model folder whose files stay open, so that the model is loaded from the content that was hashed.
 
     Attributes:
         reference: the reference for these files and the given dtypes.
@@ -224,7 +224,7 @@ class OpenModel:
     digests: dict[Path, str]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError, which names the changed files, if the files are not those of `reference`."""
+        """Raise ContentMismatchError if the files are not those of `reference`. The message names the changed files."""
         if self.reference.reference_id == reference.reference_id:
             return
         adapter, known = self.checkpoint.adapter, reference.adapter or {}
@@ -308,7 +308,7 @@ _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Return a checkpoint and a consistent set of its open files: everything that its reference id depends on."""
+    """Read a checkpoint and open all files that its reference id depends on. Start again if they change in between."""
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:
@@ -365,7 +365,7 @@ def _reference_of(
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
-    """Return `dtype` as one of `Dtype`; "checkpoint" becomes the dtype in config.json (float32 if config.json names none).
+    """Check a dtype argument, and replace "checkpoint" with the dtype that config.json names (float32 if it names none).
 
     Raises UsageError for any other value.
     """

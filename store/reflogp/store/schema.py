@@ -65,7 +65,7 @@ def shard_table(
 
 
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-    """Return the float64 sum of each list's first `lengths[i]` values, or of all its values if `lengths` is None.
+    """For each list i, return the float64 sum of its first `lengths[i]` values, or of all its values if `lengths` is None.
 
     Each row is summed separately, so a non-finite value affects only its own row.
     """
@@ -131,7 +131,7 @@ def stream_bytes(table: pa.Table) -> bytes:
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Yield the messages of an Arrow IPC stream, which, when concatenated, equal the result of `stream_buffer`."""
+    """Encode tables as one Arrow IPC stream, and yield it message by message."""
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

@@ -46,7 +46,7 @@ def sorted_by_key(rows: pa.Table) -> pa.Table:
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Return the longest row of each key, sorted by key; this is `rows` itself if nothing has to be changed."""
+    """Sort rows by key, and keep only the longest row of each key. If nothing changes, `rows` itself is returned."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -63,7 +63,8 @@ def _group_rows(rows: pa.Table) -> int:
 def write_shard(rows: pa.Table, sink: Any) -> None:
     """Write rows, which must be sorted by key, to a shard's file.
 
-    The file is compressed with zstd, encodes log-probs with byte-stream-split (which saves 15%), and has a checksum per page.
+    The file is compressed with zstd. Its log-probs are encoded with byte-stream-split, which saves 15%, and every page has a
+    checksum.
     """
     pq.write_table(
         rows,
@@ -142,9 +143,9 @@ class Shard:
                 yield file.read_row_group(index)
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """Read a column's values in the given rows, and yield each part of `rows`, as a slice, with the values in that part.
+        """Read one column of the given rows in parts. For each part, yield a slice of `rows` and the values of these rows.
 
-        Only the row groups that contain the rows are read. Each slice covers row groups of at most READ_BYTES (or a single
+        Only the row groups that contain the rows are read. Each part covers row groups of at most READ_BYTES (or a single
         larger row group), so memory use is bounded for any number of rows.
 
         Args:

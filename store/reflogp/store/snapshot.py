@@ -3,8 +3,8 @@
 How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
 suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
 because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
-With or without an index in memory, token values are read only for rows whose result needs them. A snapshot never writes to
-the store.
+In both cases, the values of individual tokens are read only if a request needs more than the number and the sum of a row's
+values. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
 """
@@ -118,9 +118,9 @@ class Snapshot:
         )
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Return the snapshot with this number, whose shards are the keys of `rows_of`.
+        """Return a new snapshot with the given number and with the shards in `rows_of`.
 
-        If it has all shards of the current snapshot, it reuses the index of the current snapshot.
+        If it has all shards of this snapshot, it reuses this snapshot's index.
         """
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
@@ -174,7 +174,7 @@ class Snapshot:
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look up n keys and return the sum of each key's first `lengths[i]` values, in nats, float64 of shape (n,).
+        """Look up n keys. For each key i, return the sum of its first `lengths[i]` values, in nats, float64 of shape (n,).
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
@@ -304,7 +304,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
-        If `some` is given, the result has only the keys at these indices.
+        If `some` is given, the result contains values only for the keys at these indices.
         """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
@@ -348,7 +348,7 @@ class Found:
         return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Return the sum of each key's first `lengths[i]` values, float64 of shape (n,).
+        """For each key i, return the sum of its first `lengths[i]` values, float64 of shape (n,).
 
         A key's sum is NaN if the snapshot has fewer values for it than requested, or if its values are damaged. Token values
         are read only for rows whose stored length differs from the requested length.
@@ -360,7 +360,7 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """Yield the provenances (how values were computed) of the keys at the indices `some`.
+        """For the keys at the indices `some`, yield provenances, which tell how the keys' values were computed.
 
         The order is arbitrary. A provenance can be yielded several times, because duplicates are removed only among rows that
         are read together. Nothing is yielded for misses and for rows in damaged shards.
@@ -369,7 +369,7 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Yield the indices of some of the keys and their values in a column, for a few row groups of a shard at a time."""
+        """Read a column for the keys at the indices `wanted`, and yield it in parts: indices of keys, with their values."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -418,7 +418,7 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Split a response into batches, and return the range of keys (start, stop) of each batch, `stop` exclusive.
+    """Split a response into batches, and return (start, stop) for each: a batch contains keys `start` to `stop` - 1.
 
     Args:
         found: the result of the lookup.

@@ -61,7 +61,7 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return False for a local folder that does not exist.
+    """Return False only if `uri` is a local folder that does not exist.
 
     The result is always True for object stores, which have no folders.
     """
@@ -149,7 +149,7 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    The messages of object stores have several lines, with ANSI colours and an XML document.
+    An object store's message has several lines, and can contain ANSI colour codes and an XML document.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

@@ -92,7 +92,7 @@ class Store:
             reference_id: 32 hex digits.
 
         Raises:
-            ReferenceNotFoundError: the store has no values of this reference; the message lists the references that it has.
+            ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
@@ -134,7 +134,7 @@ class Store:
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return those of the candidate references for which the store has a table; none if there is no store at the URI.
+        """Return the candidates for which the store has a table. The list is empty if there is no store at the URI.
 
         Raises UsageError if the URI points to something that is not a store, DamagedStoreError if a reference.json is damaged,
         StoreFormatError if the store was written by a newer version of reflogp, and StoreUnavailableError if the store cannot

@@ -1,10 +1,10 @@
 """Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
 
-reflogp writes the table's data files itself, so that pages have checksums and log-probs get a suitable encoding, and commits
+reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
 the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since
-then. In that case, the rows that the other writer stored are dropped from the commit, and the commit is retried. The first
-commit of a key therefore wins, and the values of a key never change. Compaction and repair, which use `LogprobTable.replace`,
-are in separate modules.
+then. In that case, the rows that the other writer stored are dropped from the commit, and the commit is retried. The values
+that are committed first for a key are therefore kept, and never change. Compaction and repair, which use
+`LogprobTable.replace`, are in separate modules.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks or has fewer values for.
+    """Return the rows whose keys the snapshot lacks, or for which it has fewer values.
 
-    If the snapshot has some values for a row, these stored values replace the row's first values.
+    If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
     If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
 
-    Raises DamagedStoreError if stored values that would replace first values of a row are damaged.
+    Raises DamagedStoreError if stored values that should replace a row's first values are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -139,8 +139,8 @@ class LogprobTable:
 
     Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
-    If the log is so damaged that delta-rs cannot read it, the table issues a StoreDamageWarning, contains only the shards that
-    the log's readable entries name, and refuses to write.
+    If the log is so damaged that delta-rs cannot read it, a StoreDamageWarning is issued. The table then contains only the
+    shards that are named in the log's readable entries, and cannot be written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -226,8 +226,8 @@ class LogprobTable:
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. Either all of the rows become visible, or none.
 
-        A row is skipped if the table already has at least as many values for its key. If the table has fewer values, the row is
-        written with the stored values first, followed by the new values, so that a value never changes after it has been read.
+        A row is skipped if the table already has at least as many values for its key. If the table has fewer values, they are
+        kept, and only the values after them are taken from the new row. A value that has been read therefore never changes.
 
         Args:
             rows: a table from schema.shard_table, with keys in any order.
@@ -271,10 +271,11 @@ class LogprobTable:
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Replace the `removed` shards, which contain the same rows or are damaged, with the `added` shards in one commit.
+        """Remove the `removed` shards from the table and add the `added` shards, in one commit.
 
-        Appends that other writers commit in the meantime do not conflict. If another process has already removed one of the
-        `removed` shards, nothing is committed, the files of the `added` shards are deleted, and the result is False.
+        The `removed` shards must contain the same rows as the `added` shards, or be damaged. Other writers can append rows in
+        the meantime without a conflict. If another process has already removed one of the `removed` shards, nothing is
+        committed, the files of the `added` shards are deleted, and the result is False.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """
@@ -420,7 +421,7 @@ class LogprobTable:
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
-        """Replay the log's readable entries after delta-rs failed to read the log with `error`.
+        """Replay the log's readable entries, after delta-rs failed to read the log and raised `error`.
 
         Raises StoreUnavailableError if the storage does not respond, or if the replay finds no damage.
         """
@@ -484,7 +485,7 @@ class LogprobTable:
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
-        """Yield once per attempt to commit, with the latest version loaded. Pause before every attempt except the first.
+        """Load the table's latest version and yield, once for each attempt to commit. Pause before all attempts but the first.
 
         While an attempt prepares its commit, another writer can commit first. The pause therefore comes before the log is read,
         and it becomes shorter after several failed attempts.

@@ -23,7 +23,7 @@ _BETWEEN = " … "
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Shorten a text to at most `most` characters by cutting its middle, because the end often says what to do.
+    """Shorten a text to at most `most` characters by cutting out its middle. The end is kept because it often says what to do.
 
     Lone surrogates are written as escapes, so that the result can always be encoded.
     """
@@ -83,7 +83,10 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format part / whole as a percentage such as 31.4%, rounded down so that only the whole is 100%, or "–" if whole is 0."""
+    """Format part / whole as a percentage, such as 31.4%, or "–" if `whole` is 0.
+
+    The percentage is rounded down, so the result is 100% only if `part` equals `whole`.
+    """
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
@@ -110,7 +113,7 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = whole // size, whole % size // smaller
             return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
-    raise AssertionError("a duration of at least 60 seconds has a unit in the table")
+    raise AssertionError("unreachable: 60 seconds or more are at least 1 minute, the smallest unit in the table")
 
 
 def moment(when: datetime) -> str:

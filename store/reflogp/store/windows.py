@@ -39,7 +39,7 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that change which sequences are scored: max_length and truncation_mode with keep_end, else none.
+        """The settings that affect which sequences are scored, or an empty dict unless "keep_end" is used with a max_length.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -79,10 +79,10 @@ def windows(
     """Return the sequences whose log-probs a trainer with these settings needs.
 
     With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens;
-    `needed` counts only tokens within `max_length`. With keep_end, a longer sequence loses its first tokens, which changes
-    every value, so its last `max_length` tokens are a different sequence with a different key. If the kept tokens start inside
-    the completion, there is no prompt: the first token then serves as context and has no value, exactly as in TRL's shifted
-    loss.
+    `needed` counts only tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first tokens,
+    which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a different
+    key. If the kept tokens start inside the completion, there is no prompt: the first token then serves as context and has no
+    value, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.
@@ -125,11 +125,11 @@ def check_truncation(max_length: int | None, truncation_mode: str) -> None:
 
 
 def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
-    """Remove the first `cut[i]` values of each list.
+    """Remove the first `cut[i]` values from each list i.
 
     Args:
         lists: large_list<uint32>, n lists without nulls, as returned by `keys.token_lists`.
-        cut: number of values to remove from each list, at most the list's length, (n,).
+        cut: number of values to remove from each list, int64 of shape (n,). It must not exceed the list's length.
     """
     if not cut.any():
         return lists
