@@ -37,7 +37,8 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that was started without tokens needs none.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run
+            without tokens; in that case, clients need none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
             most 5 seconds.
 
@@ -373,7 +374,8 @@ class AsyncClient:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that was started without tokens needs none.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run
+            without tokens; in that case, clients need none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
 
     Examples:

@@ -175,7 +175,7 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of the image token in a model's config, or None if the model is text-only."""
+    """Return the id of a model's image token, which the model replaces with image features, or None for a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None

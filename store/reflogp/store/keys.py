@@ -1,4 +1,7 @@
-"""Compute keys. A key is 16 bytes that identify a sequence by its token ids, whatever text or template they come from."""
+"""Compute keys. A key is 16 bytes that identify a sequence by its token ids.
+
+The text, template, model and files that the token ids come from have no influence on the key.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def stream_bytes(table: pa.Table) -> bytes:
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Encode tables as one Arrow IPC stream, and yield it message by message."""
+    """Encode tables as one Arrow IPC stream, and yield it in messages. Joined, they equal the result of `stream_buffer`."""
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

@@ -39,7 +39,7 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that affect which sequences are scored, or an empty dict unless "keep_end" is used with a max_length.
+        """The settings that affect which sequences are scored: max_length and truncation_mode for keep_end, otherwise none.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
