@@ -336,7 +336,7 @@ def test_kto_rows_by_label(report, stored, tmp_path):
     assert code == DONE and summary["accuracy"] is None
     assert (summary["exact_duplicates"], summary["contrary"]) == (1, 2)
     said = " ".join(finding["text"] for finding in summary["findings"])
-    assert "1 rows have no label" in said
+    assert "1 rows have no valid label" in said
     assert "21 completions are desirable, 41 are undesirable" in said
     assert f"desirable_weight from {41 / 21:.2f} to {1.33 * 41 / 21:.2f}" in said
     means = {at: -0.1 - at / 1000 for at in range(20)}

@@ -5,14 +5,15 @@ is read at once (a JSON array, a Parquet row group, an Arrow batch), and of the 
 decoded data, not of the Python objects created from the data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
-The parent process keeps one message from the child in memory at a time: up to 32 MiB or one row, or up to `group_bytes` if
-columns contain dictionaries or views.
+The parent process holds one message from the child in memory at a time. The child splits its data into messages of at most 32
+MiB or of a single row. Batches with dictionaries or views cannot be split, so their messages can take up to `group_bytes`.
 
 The limits do not cover the following costs, so also set a memory limit for the process:
-- Python objects: objects from JSON and lists use up to about thirty times the size of their text, and strings up to four times.
-- A JSON array is in memory twice while it is decoded: about twice `group_bytes`, plus the Python objects.
+- Python objects: objects decoded from JSON, and lists, take up to about thirty times the size of their text; strings take up to
+  four times the size.
+- Decoding of a JSON array: two copies of the array are in memory, about twice `group_bytes`, in addition to the Python objects.
 - The window of a decompressor uses up to 128 MiB (zstd).
-- Time: a file of many tiny pages or rows is read until `dataset_bytes` bytes have been decoded.
+- Time: a file with many tiny pages or rows can take long to read, because reading stops only at `dataset_bytes`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A longer row is a bad row, or raises DatasetError if the rows after it cannot be read.
+        row_bytes: maximum size of a row. A longer row is reported as a bad row. If the rows after it cannot be read,
+            DatasetError is raised instead.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -79,7 +81,7 @@ class Meter:
         self._spent = 0
 
     def spend(self, size: int) -> None:
-        """Add to the count of bytes read. Raises DatasetError when the total exceeds `dataset_bytes`."""
+        """Add `size` to the number of bytes read. Raises DatasetError when the total exceeds `dataset_bytes`."""
         self.check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
@@ -146,8 +148,8 @@ def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any
 
     For a row that is longer than `row_bytes`, yield None and 0.
 
-    Row sizes are computed before decoding, because a small batch with dictionaries, runs of nulls or views can decode to huge
-    rows.
+    The size of a row is computed before the row is decoded, because a small batch can decode to huge rows if it contains
+    dictionaries, views or runs of nulls.
     """
     for start in range(0, batch.num_rows, BATCH_ROWS):
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
@@ -283,8 +285,8 @@ def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     A file is read like a stream that starts after the first eight bytes. The file's footer is not used, because a damaged or
     malicious footer could point anywhere.
 
-    Raises DatasetError if a batch, or all dictionaries together, exceed `group_bytes` after decompression, or if a message is
-    damaged or has an unsupported type.
+    Raises DatasetError if a decompressed batch is larger than `group_bytes`, if all decompressed dictionaries together are
+    larger, or if a message is damaged or has an unsupported type.
     """
     with pa.memory_map(str(file)) as source:
         start = 8 if source.read(6) == b"ARROW1" else 0

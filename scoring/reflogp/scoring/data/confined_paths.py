@@ -1,10 +1,10 @@
 """Open each dataset file below a root folder once, and use the same open file for hashing and for reading.
 
 Each component of a path is opened relative to its parent folder, and this module follows symbolic links itself. A user who can
-write below the root therefore cannot make a reader open files outside the root. Content is read through the open files. Before
-reading, the content's digest is compared with the expected digest. After reading, each file is checked for changes. Copying the
-dataset would be just as safe, but would take disk space and time. Formats with random access, such as Parquet, cannot be hashed
-while they are being read.
+write below the root therefore cannot make a reader open files outside the root. Before the dataset is read, its digest is
+compared with the expected digest. After the dataset has been read, each file is checked for changes. Copying the dataset would
+be just as safe, but would take disk space and time. Files are hashed in a separate step, because a format such as Parquet is
+not read from beginning to end.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Found:
 
 
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
-    """Return (path with links resolved, digest of the content) for a dataset below a root.
+    """Return the path of a dataset below a root, with symbolic links resolved, and the digest of the dataset's content.
 
-    A file's digest is its sha256. A folder's digest is a blake2b digest of the relative name and sha256 of each of its dataset
-    files. Hidden files and files without a dataset file's suffix are ignored, because they are not read.
+    A file's digest is its sha256. A folder's digest is a blake2b digest of the relative names and sha256 digests of its dataset
+    files. Hidden files and files whose suffix is not that of a supported format are ignored, because dataset readers skip them.
 
     Raises:
         PathError: the path leads outside the root, does not exist, or is not a dataset.
@@ -92,14 +92,14 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """The open files of a dataset whose content has the expected digest. As a context manager, it closes the files.
+    """The open files of a dataset whose content has the expected digest. As a context manager, it closes the files on exit.
 
     Args:
         root: folder that the path must not leave.
         parts: components of the dataset's path below the root.
         digest: expected digest of the content.
-        may_change: True if other users may write below the root. False for a service's own folder, where a file is replaced
-            only by a file with the same content.
+        may_change: True if other users may write below the root; False for a service's own folder, where a file can only be
+            replaced by a file with the same content.
 
     Attributes:
         path: the dataset's path, with all symbolic links resolved.
@@ -141,7 +141,7 @@ class OpenDataset:
     def check(self) -> None:
         """Raise FileChangedError if a file was written to after it was hashed.
 
-        If `may_change` is False, only the files' sizes are compared.
+        If `may_change` is False, only changes in size are detected.
         """
         for file in self._files.values():
             if self._may_change:
@@ -153,8 +153,8 @@ class OpenDataset:
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     """Return a function that opens an image named by a row of a dataset, and returns the file descriptor.
 
-    Relative paths start at the dataset's folder. The function raises RowError for a path that leads outside the root, has a
-    hidden component or cannot be read.
+    Relative paths start at the dataset's folder. The function raises RowError if a path leads outside the root or through a
+    hidden folder, or if the file is hidden or cannot be opened.
 
     Args:
         root: folder that paths must not leave.
@@ -205,7 +205,7 @@ def _digest(found: Found, digests: dict[str, str]) -> str:
 
 
 def folder_digest(digests: dict[str, str]) -> str:
-    """Return the digest of a folder from the relative name and sha256 of each of its dataset files."""
+    """Return a folder's digest, which is computed from the relative names and sha256 digests of its dataset files."""
     content = hashlib.blake2b(digest_size=32, person=b"reflogp.folder")
     for name, digest in sorted(digests.items()):
         content.update(f"{name}\0{digest}\n".encode("utf-8", "surrogateescape"))

@@ -43,10 +43,10 @@ class ConfinedProcess:
     """A forked child process, and the parent's end of a socket between the two processes.
 
     Args:
-        work: function that is called in the child. When it returns, the child exits with status 0. After a MemoryError, the
-            status is OUT_OF_MEMORY; after any other exception, it is 1.
+        work: function that is called in the child. The child exits with status 0 when `work` returns, with OUT_OF_MEMORY after
+            a MemoryError, and with 1 after any other exception.
         memory: bytes of memory that the child may use in addition to the address space that it inherits.
-        files: file descriptors that the child keeps; they become SOCKET + 1, SOCKET + 2 and so on.
+        files: file descriptors that stay open in the child, where their numbers are SOCKET + 1, SOCKET + 2 and so on.
 
     Attributes:
         socket: the parent's end of the socket.
@@ -106,7 +106,7 @@ class ConfinedProcess:
             raise ReflogpError(f"cannot start a process to read or tokenise data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Reset the timer that measures how long the child has made no progress."""
+        """Restart the timer after which `watch` kills a child that makes no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
@@ -130,7 +130,7 @@ class ConfinedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the child and return its exit status; a negative status is a negated signal number.
+        """Kill the child and return its exit status, which is -N if signal N ended the child.
 
         Later calls return the same status.
         """
@@ -150,7 +150,7 @@ class ConfinedProcess:
 def _kill_own_child(pid: int, parent: int) -> None:
     """Kill a child that was not ended explicitly, and wait for it to exit.
 
-    Only the child's parent may do this; in any other process, such as one that the parent forked, do nothing.
+    Do nothing in a process that is not the child's parent, such as another process that the parent forked.
     """
     if os.getpid() == parent:
         with suppress(ProcessLookupError, ChildProcessError):

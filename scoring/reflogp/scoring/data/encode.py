@@ -1,10 +1,10 @@
 """Encode examples as token ids in the same way as TRL.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
-only to plain-text completions. The prompt alone and the prompt followed by the completion are tokenised separately, and the
-completion starts at the first token that differs between the two results. In a pair, this position is determined for each
-completion, and both completions start at the earlier position. This module does not import trl. Templates and tokenizers run in
-the calling process; `row_process` calls this module in a process that can be killed.
+only to plain-text completions. Two texts are tokenised: the prompt, and the prompt followed by the completion. The completion
+starts where the two lists of tokens first differ. In a pair, both completions start at the earlier of the two positions found
+in this way. This module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls this
+module in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer renders templates with transformers' own code.
 
-    With such a tokenizer, rendering texts first and encoding them together gives the same token ids as `apply_chat_template`.
+    For such a tokenizer, encoding many rendered texts in one batch gives the same token ids as tokenising with
+    `apply_chat_template`.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

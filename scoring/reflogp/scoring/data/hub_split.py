@@ -1,9 +1,9 @@
 """Find the files of one split of a dataset repository on the Hugging Face Hub, in the same way as `datasets`.
 
-`datasets` runs in a separate process (`python -m` with this module), which reads the repository's metadata but no data. The
-process has an empty working folder and empty caches. Therefore, it cannot use a local folder with the dataset's name, or an
-older copy, instead of the dataset. The metadata may name any file, so names that lead outside the repository are rejected
-before `datasets` looks for the files.
+`datasets` runs in a separate process, which is started with `python -m reflogp.scoring.data.hub_split` and reads the
+repository's metadata but no data. The process has an empty working folder and empty caches. Therefore, `datasets` cannot
+mistake a local folder of the same name, or an older cached copy, for the dataset. The metadata may name any file, so names that
+lead outside the repository are rejected before `datasets` looks for the files.
 """
 
 from __future__ import annotations

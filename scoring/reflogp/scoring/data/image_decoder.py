@@ -1,8 +1,8 @@
 """Check the size of untrusted images before decoding, and decode them in child processes with limits on memory and time.
 
 A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. Therefore, each image
-is first decoded in a forked child process, which returns a digest of the pixels. Later, the engine's process decodes the same
-bytes again.
+is first decoded in a forked child process, which returns a digest of the pixels. Later, the process that runs the model decodes
+only bytes that a child process has decoded without errors.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class ImageDecoder:
-    """A thread-safe pool of child processes that identify images, used as a context manager.
+    """A thread-safe pool of child processes that decode images and compute their pixel digests, used as a context manager.
 
     Attributes:
-        children: maximum number of child processes: one for each core, or fewer on a machine with little memory.
+        children: maximum number of child processes, which is the number of cores or, on a machine with little memory, a lower
+            number.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
 list of parts. Images are inserted at the start of the first user message, unless parts of type image specify other positions.
-The chat template is rendered. The prompt and the completions are tokenised separately, without special tokens. Plain text is
-used unchanged, without an EOS token. This module does not import trl.
+The chat template is rendered. The prompt and the completions are tokenised separately, without adding special tokens. Plain
+text is used unchanged; no EOS token is appended. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
         images: (hexadecimal pixel_digest, kind) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
-    Raises RowError if the row is not a pair with a prompt, if its images do not match its placeholders, or if a template or
-    processor fails for the row.
+    Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if a template
+    or processor fails for the row.
     """
     if "prompt" not in columns:
         raise RowError("a pair with images needs a prompt column")
@@ -53,7 +53,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 def prepare_child() -> None:
     """Make torch usable in a forked process, for image processors that use torch.
 
-    torch must not wait for the threads of the parent's thread pool, which do not exist in the fork.
+    Otherwise, torch would wait for the threads of the parent's thread pool, which do not exist in the forked process.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -73,7 +73,7 @@ class RowImage:
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
-        """Return this image as the content of an image file, which decodes to exactly the image's pixels.
+        """Return the content of an image file that decodes to exactly the pixels of this image.
 
         Raises RowError if no file format can store the image without loss.
         """
@@ -91,11 +91,11 @@ class RowImage:
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """An image file whose content has been identified.
+    """An image file whose pixel digest is known.
 
     Attributes:
         path: the file's path, as given in the row.
-        key: PixelCache.key of the file's content.
+        key: result of PixelCache.key for the file's content.
         size: the file's size in bytes.
         open_file: function that opens the file.
     """
@@ -124,8 +124,8 @@ class ImageReader:
 
     Args:
         open_file: function that opens a file named by a row.
-        cache: pixel digests of encoded images that were identified before.
-        decoder: decoder that identifies the images that are not in the cache.
+        cache: cache of the pixel digests of encoded images.
+        decoder: decoder for the images whose digests are not in the cache.
     """
 
     def __init__(self, open_file: OpenFile, cache: PixelCache, decoder: ImageDecoder) -> None:
@@ -136,7 +136,10 @@ class ImageReader:
     def read(
         self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
     ) -> list[tuple[RowImage, ...] | RowError]:
-        """Return each row's images, or an error if they cannot be used. `check` is called many times a second."""
+        """Return the images of each row, or an error for a row whose images cannot be used.
+
+        `check` is called many times a second.
+        """
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
             found = [_waited(future, check) for future in [threads.submit(self._of_row, columns) for columns in rows]]
@@ -156,7 +159,7 @@ class ImageReader:
                 pixels += image.kind[0][0] * image.kind[0][1]
                 seconds += took
                 if size > MAX_ROW_BYTES:
-                    raise RowError(f"the row's images have more than {MAX_ROW_BYTES >> 20} MiB in total")
+                    raise RowError(f"the row's images are larger than {MAX_ROW_BYTES >> 20} MiB in total")
                 if pixels > MAX_ROW_PIXELS:
                     raise RowError(f"the row's images have more than {MAX_ROW_PIXELS:,} pixels in total")
                 if seconds > ROW_SECONDS:
@@ -232,7 +235,10 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
-    """Return the approximate number of bytes of memory that a row's images occupy. Files that paths refer to do not count."""
+    """Return the approximate number of bytes of memory that a row's images occupy.
+
+    Images that are given as paths occupy no memory.
+    """
     size = 0
     for name in IMAGE_COLUMNS:
         value = columns.get(name)
@@ -250,7 +256,9 @@ def _decoded_size(image: Any) -> int:
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name for messages, value) for each image in a row. Column `image` contains one image, and `images` a list.
+    """Return (name for messages, value) for each image in a row.
+
+    The column `image` contains one image, and the column `images` contains a list of images.
 
     If a row has both columns, `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 

@@ -23,9 +23,9 @@ def open_dataset(dataset: Any) -> RowSource:
     """Open a dataset of any supported type, and return a source of its rows.
 
     Args:
-        dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`, whose format is ignored; a
-            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The dataset must have columns
-            that `reflogp score` accepts.
+        dataset: a path or hub name, whose train split is read; a `datasets.Dataset` or `IterableDataset`, whose format is
+            ignored; a pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The dataset must have columns that
+            `reflogp score` accepts.
 
     Raises:
         DatasetError: the path or name cannot be opened.

@@ -81,8 +81,8 @@ class _ReaderKilledError(_MemoryExceededError):
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
-    If a signal ends the child process, the process is restarted once. If a row group takes too much memory, it
-    is read again with the next plan of `_PLANS`, which needs less memory; later row groups are read with the first plan again.
+    If a signal ends the child process, the process is restarted once. If a row group takes too much memory, it is read again
+    with the next plan of `_PLANS`, which needs less memory. The row groups after it are again read with the first plan.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -126,7 +126,10 @@ def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
 
 
 class _Reader(ConfinedProcess):
-    """A child process that reads a file, and a file-like object from which pyarrow reads the child's stream."""
+    """A child process that reads a file.
+
+    For pyarrow in the parent process, it is a file-like object with the child's output.
+    """
 
     closed = False
 
@@ -262,9 +265,9 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 
 
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    """Yield a batch in pieces of at most `size` bytes or one row.
+    """Split a batch into pieces that have at most `size` bytes or consist of a single row.
 
-    A batch is not split if each piece would contain the values of all rows.
+    A batch is yielded whole if each of its pieces would still carry the values of all rows.
     """
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
     if whole or batch.num_rows <= 1 or any(_shares_values(field.type) for field in batch.schema):
@@ -276,14 +279,14 @@ def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _shares_values(kind: pa.DataType) -> bool:
-    """Return True if a slice of a column of this type contains the values of all rows."""
+    """Return True for types whose column slices still carry the values of all rows, such as dictionaries."""
     if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return True
     return any(_shares_values(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or states sizes above the bounds."""
+    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or gives sizes that exceed the bounds."""
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),
@@ -334,6 +337,6 @@ def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.Rec
                 signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
             skip = max(0, skip - batch.num_rows)
         if rows:
-            raise DatasetError(f"{file} is damaged: a row group contains fewer or more rows than it claims")
+            raise DatasetError(f"{file} is damaged: a row group does not contain as many rows as its metadata says")
         if plan.encoded:
             return

@@ -1,4 +1,4 @@
-"""Cache the pixel digests of encoded images between runs, so that each image is decoded only once.
+"""Cache the pixel digests of encoded images between runs, so that later runs need not decode an image to compute its digest.
 
 The digests are stored in a SQLite file in the user's cache folder. If the file cannot be used, every run decodes the images
 again.
@@ -31,8 +31,8 @@ _MOST = 4_000_000
 class PixelCache:
     """A thread-safe cache of the pixel digests, sizes and modes of encoded images, used as a context manager.
 
-    The cache folder must belong to this user and must not be writable by other users, who could otherwise determine the keys of
-    rows.
+    The cache folder must belong to this user and must not be writable by other users. Otherwise, they could store false
+    digests, and rows would get wrong keys.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class PixelCache:
     def key(data: bytes) -> bytes:
         """Return the key of an encoded image.
 
-        The key depends on the version of Pillow, because Pillow's decoders determine the pixels.
+        The key depends on the version of Pillow, because another version may decode the image to different pixels.
         """
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 

@@ -74,7 +74,7 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: size of the row in bytes as read; 0 if the size is unknown.
+        size: approximate size of the row in bytes; 0 if the size is unknown.
     """
 
     number: int
@@ -93,8 +93,8 @@ class RowSource:
         bounds: limits for untrusted data; None for no limits. With limits, three things are rejected: data that exceeds the
             limits, saved datasets that name files outside their folder, and hub names.
         check: function that is called many times while the dataset is read; may raise an error to stop.
-        open_image: function that opens an image file named by a row, and returns the file descriptor. None opens any file, with
-            relative paths starting at the folder of the dataset's files.
+        open_image: function that opens an image file named by a row, and returns the file descriptor. If None, any file may be
+            opened, and relative paths start at the folder of the dataset's files.
 
     Attributes:
         open_image: function that opens an image file named by a row.
@@ -166,8 +166,8 @@ class RowSource:
     def count(self) -> int:
         """Return the number of rows, including unreadable rows.
 
-        The number comes from metadata for Parquet files, saved datasets and hub datasets. For all other formats, all rows are
-        read.
+        For Parquet files, saved datasets and hub datasets, the number is read from metadata. In all other formats, the rows are
+        read and counted.
         """
         if self._dataset is not None:
             return len(self._dataset)
@@ -183,8 +183,8 @@ class RowSource:
         For text and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
-            usable: function that returns True for rows that affect the schema. It must return False for rows that will be left
-                out.
+            usable: function that takes a row's columns and returns True if the row affects the schema. It must return False for
+                a row that will be left out of the output.
 
         Raises:
             DatasetError: a column has values of types that cannot be combined.
@@ -254,7 +254,8 @@ class RowSource:
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `datasets.Dataset` in its output format. Rows are read in batches.
 
-    Images are not decoded: they are yielded as {"bytes": …, "path": …}, unless the dataset converts them to an image mode.
+    An image is yielded without decoding, as {"bytes": …, "path": …}. Only an image from a column with a fixed mode, such as
+    RGB, is decoded, because `datasets` converts it to that mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -272,7 +273,10 @@ def without_decoding(dataset: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature that does not decode images. A feature that already decodes no images is returned unchanged."""
+    """Return a `datasets` feature with image decoding turned off, except for images with a fixed mode.
+
+    Return `feature` itself if nothing has to be changed.
+    """
     import datasets
 
     if isinstance(feature, datasets.Image):
@@ -417,7 +421,10 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """Return the row in a line of JSON. The row is unreadable if the line is not JSON or contains an unpaired surrogate."""
+    """Parse a line of JSON and return it as a row.
+
+    The row is unreadable if the line is not JSON or contains an unpaired surrogate.
+    """
     try:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)

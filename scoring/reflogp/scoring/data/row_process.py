@@ -1,10 +1,10 @@
 """Tokenise rows in child processes that can be killed.
 
-A chat template is a program whose input is a row. The program may run forever or build a string of terabytes, and neither
-Python nor a tokenizer can be interrupted during an operation. Therefore, rows are rendered and encoded in forked child
+A chat template is a program whose input is a row. Such a program can run forever or build a string of several terabytes, and a
+single operation of Python or of a tokenizer cannot be interrupted. Therefore, rows are rendered and encoded in forked child
 processes, which inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the
-memory of the child (RLIMIT_AS). If a row crashes its child process, the row is a bad row, and a new child continues with the
-remaining rows. The caller's `check` is called many times a second and can stop the work.
+memory of the child (RLIMIT_AS). A row that crashes its child process is reported as a bad row, and a new child continues with
+the remaining rows. The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
 standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
@@ -125,7 +125,7 @@ class RowTokenizer:
             cannot be used, the list contains only an error.
 
         Raises:
-            TokenizerError: the tokenizer lacks something that the rows need.
+            TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
             DatasetError: SLOW_ROWS rows reached their time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
@@ -203,7 +203,8 @@ class RowTokenizer:
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
         """Handle a child that has exited.
 
-        Report the row that the child was processing as bad, or retry this row alone if another row may be the cause.
+        If another row may have caused the exit, retry the row that the child was processing, without other rows. Otherwise,
+        report it as a bad row.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -257,11 +258,11 @@ class _Chunk:
 
 
 class _Child(ConfinedProcess):
-    """A forked child process, and the data that is sent to and received from it.
+    """A forked child process, with buffers for the data that is sent to it and received from it.
 
     Attributes:
         chunk: the chunk that the child is processing; None for an idle child.
-        answer: the child's complete answer, as its JSON head and its token ids; None until the answer has arrived.
+        answer: the child's complete answer, which consists of a JSON header and token ids; None until the answer has arrived.
         ended: True if the child's end of the socket is closed.
     """
 
@@ -324,7 +325,8 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return, as JSON, the columns that determine the tokens, and `images`: the digests and kinds of the row's images.
+    """Return a row as JSON: the columns that determine the tokens and, as `images`, the digests and kinds of its images.
+
 
     Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """

@@ -42,7 +42,7 @@ class Example:
 
     Attributes:
         prompt: text, or a list of messages.
-        completions: one completion for each output column: (chosen, rejected), or (completion,).
+        completions: (chosen, rejected) for a pair, or (completion,) for a KTO example.
         template_kwargs: variables for the chat template in addition to the messages: `tools` and the row's
             chat_template_kwargs. Parameters of apply_chat_template that change the template, the encoding or the rendered
             messages are never included.
@@ -60,7 +60,7 @@ class Example:
 def detect_format(columns: dict[str, Any]) -> Format:
     """Return the format of a dataset whose first readable row has these columns.
 
-    Raises DatasetError, which lists the columns, if the columns match no format.
+    Raises DatasetError, whose message lists the columns, if the columns match no format.
     """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -77,7 +77,7 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the completion columns that a dataset of this format yields.
+    """Return the names of the columns that hold the token ids of the completions in this format.
 
     Args:
         form: the dataset's format.
@@ -91,13 +91,13 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> list[Example]:
-    """Return a row's examples. Each row has one example, except that a pair read as KTO rows has two, as in TRL.
+    """Return a row's examples. A row is one example, but a pair that is read as KTO data becomes two examples, as in TRL.
 
     Args:
         columns: the row's columns.
         form: the dataset's format.
-        images: True if the caller scores the row's images and checks the content parts of messages itself. If False, a row with
-            media raises RowError.
+        images: True if the caller scores the row's images and checks the content parts of messages itself. If False, RowError
+            is raised for a row with images, video or audio.
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
@@ -133,8 +133,9 @@ def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return (prompt, chosen, rejected) for a pair whose prompt is the common prefix of both completions, as text or messages.
 
     The prompt ends where TRL's extract_prompt ends it, including in edge cases, because a different prompt would give different
-    keys. A space before the first difference belongs to the completions. If one of `chosen` and `rejected` is a prefix of the
-    other, the last element of the shorter one belongs to the completions. Raises RowError if `chosen` or `rejected` is empty.
+    keys. A space before the first difference belongs to the completions. If `chosen` or `rejected` is a prefix of the other,
+    the last character or message of the shorter one belongs to the completions. Raises RowError if `chosen` or `rejected` is
+    empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -169,7 +170,7 @@ def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[i
 def require_text(columns: dict[str, Any]) -> None:
     """Raise RowError for a row with images, video or audio.
 
-    If only the row's text were scored, the values would belong to a different input.
+    Scoring only the text of such a row would give the log-probs of a different input.
     """
     media = media_of(columns)
     if media is not None:

@@ -1,7 +1,7 @@
 """Load a tokenizer and tokenise datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
 
-The user may choose a tokenizer other than the model's own, and a different chat template. Text is rendered and encoded by
-`encode`, in child processes that `row_process` can kill. This module does not import trl.
+Users can replace the model's own tokenizer and its chat template. Text is rendered and encoded by `encode`, in child processes
+that `row_process` can kill. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def tokenize_dataset(
     Args:
         source: the rows.
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
-        form: "preference", "kto" or "tokens"; None detects the format from the first row whose columns match one.
+        form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
         limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is reported as a bad row.
         check: function that is called about ten times a second, and for each row in the tokens format. It may raise an error to
@@ -97,8 +97,9 @@ def tokenize_dataset(
         The rows of one window, in the dataset's order.
 
     Raises:
-        DatasetError: no row is readable; no row in the first window with readable rows has columns that match the format; many
-            rows took too long; or a column of images appears in a stream only after the first window.
+        DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
+            rows is examined); many rows took too long to tokenise; or a column of images first appears in a later window of a
+            stream.
         TokenizerError: there is no tokenizer for text rows, or the tokenizer lacks a chat template or an EOS token that the
             rows need.
     """
@@ -162,7 +163,7 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
 
 @dataclass(frozen=True)
 class _Images:
-    """The objects that tokenize a dataset with images."""
+    """The objects that are needed to tokenise a dataset with images."""
 
     vision: VisionProcessor
     reader: ImageReader
@@ -171,14 +172,14 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor (None for a dataset without images), and True if later rows of a stream may have images.
+    """Return the image processor, or None for a dataset without images, and whether later rows of a stream may have images.
 
     Args:
-        source: the dataset. The dataset is read to the end only if the model accepts images and no row in `rows` has a column
-            of images.
+        source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for one, unless the
+            model accepts only text.
         rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. If `load_vision` raises TokenizerError, the error is passed on only if the dataset
-            has a column of images.
+        load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if the dataset has no column of
+            images.
     """
     if _have_images(rows):
         return load_vision(), False

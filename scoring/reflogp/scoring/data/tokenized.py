@@ -1,8 +1,8 @@
 """Tokenise a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
 
-A file of token ids is identified by the dataset's content, the tokenizer's files, the format, the split and the library
-versions, but not by file names. When the service runs a second job with the same dataset, or repeats a job, it reads the file
-of token ids instead of tokenising again.
+The name of a file of token ids is a digest of the dataset's content, the tokenizer's files, the format, the split and the
+library versions. When the service runs a second job with the same dataset, or repeats a job, it reads the file of token ids
+instead of tokenising again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class TokenizedDataset:
         form: the dataset's format; None detects it.
         kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
             pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
-            dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
-            memory limit, because the row may be usable with a different limit, or if rows have images, because image files are
-            not part of the dataset's content.
+            dataset. The file does not contain the rows' original columns. The file is not written in two cases: if a row
+            reached a time or memory limit, because the row may be usable with a different limit; and if rows have images,
+            because image files are not part of the dataset's content.
         unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
-            function must raise an error if the content that was read may differ from the content that determined that name.
+            function must raise an error if the dataset's content may have changed after its digest was computed for the file's
+            name.
         limits: limits for tokenising a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenised; may raise an error to stop.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
@@ -84,7 +85,7 @@ class TokenizedDataset:
         return self._load()
 
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
-        """Return a view of only the given rows; see RowSource.only. The view does not use a file of token ids."""
+        """Return a view that contains only the given rows (see RowSource.only). The view does not use a file of token ids."""
         return TokenizedDataset(
             self.source.only(numbers),
             lambda: self.tokenizer,
@@ -96,9 +97,9 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Stop the iterations that are tokenising in other threads: each of them raises StoppedError.
+        """Make each iteration that is tokenising rows in another thread raise StoppedError.
 
-        Iterations that read token ids from a file continue.
+        Iterations that read token ids from a file are not stopped.
         """
         self._stopped.set()
 

@@ -30,7 +30,7 @@ class TokenizerFiles:
 
     Attributes:
         folder: the folder that contains the files.
-        files: the open files, which include every file that a tokenizer may be read from.
+        files: the open files, which include every file that transformers may read to load the tokenizer.
         digest: digest of the files' names and content.
     """
 
@@ -39,7 +39,7 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if the files at their paths have since been replaced.
+        """Load the tokenizer from the open files, even if other files have taken their place on disk since they were opened.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.

@@ -1,1 +1,1 @@
-"""Build the page that `reflogp report` writes about a scored dataset, from tokens and stored values; no model is loaded."""
+"""Build the page that `reflogp report` writes about a scored dataset, from its tokens and the stored log-probs."""

@@ -1,7 +1,7 @@
 """Write the output of `reflogp report`: a self-contained page about a scored dataset, and its charts as PNG files.
 
-`write_report` reads the dataset twice: first to compute numbers, then to get the few examples to show. It loads no model and
-does not write to the store.
+`write_report` reads the dataset twice: first to compute statistics, then to read the few examples that the page shows. It loads
+no model and does not write to the store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReportSummary:
         rows: number of rows read.
         examples: number of tokenized examples: one per row, or two if pairs are split for KTO.
         with_values: number of examples with log-probs.
-        missing: number of examples for which the snapshot has no log-probs.
+        missing: number of tokenized examples whose log-probs are not in the snapshot.
         missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
         bad_rows: number of rows that cannot be used.
         bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
@@ -126,7 +126,7 @@ def write_report(
         snapshot: the snapshot to read values from.
         output: folder for the report.
         settings: the trainer's max_length and truncation_mode.
-        score: command that scores the missing rows, which the page shows.
+        score: command that the page shows for scoring the missing rows.
         model: model name or path as the user gave it.
         watcher: callbacks that report progress.
 
@@ -222,7 +222,7 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (index in `collected`, similarity) for pairs that hardly differ but are not identical, most similar first."""
+    """Return (index in `collected`, similarity) for pairs whose completions are alike but not identical, most similar first."""
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

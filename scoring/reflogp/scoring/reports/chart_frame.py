@@ -43,7 +43,7 @@ def message(text: str) -> Markup:
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal grid lines with their numbers; the line for a tick at or below `low` is drawn as the axis."""
+    """Return horizontal grid lines with labels, one for each tick. A line at or below `low` is drawn as the x axis."""
     return Markup("").join(
         Markup(
             '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'
@@ -53,7 +53,7 @@ def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float
 
 
 def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
-    """Return the x axis below the plot: ticks, their numbers, and the unit."""
+    """Return the x axis below the plot: tick marks, tick labels, and the unit."""
     floor = TOP + PLOT_HEIGHT
     shown = [tick for tick in ticks if low <= tick <= high]
     marks = Markup("").join(
@@ -66,7 +66,7 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return about `about` evenly spaced round numbers, from one at or below `low` to one at or above `high`."""
+    """Return evenly spaced round numbers that cover the range from `low` to `high`, with about `about` steps between them."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

@@ -92,7 +92,7 @@ _HEAD_BYTES = 2048
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError unless the folder does not exist yet, is empty, or contains only an earlier report."""
+    """Raise UsageError if the path is a file, or a folder that contains anything other than an earlier report."""
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
@@ -110,7 +110,7 @@ def check_folder(folder: Path) -> None:
 
 
 def forget_other_charts(folder: Path, written: list[str]) -> None:
-    """Remove charts of an earlier report that the new report does not have."""
+    """Delete the charts that an earlier report wrote and the new report did not replace."""
     for name in set(PNG_NAMES) - set(written):
         (folder / name).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""Collect a few numbers for each example in one pass over a dataset, and count the examples without values.
+"""Collect a few statistics for each example in one pass over a dataset, and count the examples without log-probs.
 
 Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept, so an
-example needs only about 100 bytes, plus 256 bytes for its sketch.
+example takes only about 100 bytes of memory, plus 256 bytes for its sketch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Side:
-    """Numbers for one completion of each of n examples, for example all chosen completions.
+    """Per-completion statistics for one side of n examples, such as all chosen completions.
 
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
-        tokens: number of tokens of the completion that count under the trainer's settings, int32 (n,).
-        sums: sum of the log-probs of the tokens that count, in nats, float64 (n,); NaN for an example that is not usable.
-        lowest: lowest log-prob of the tokens that count, float64 (n,); NaN for an example that is not usable.
+        tokens: number of completion tokens whose log-probs the trainer uses, int32 (n,).
+        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN for an example that is not usable.
+        lowest: lowest log-prob among these tokens, float64 (n,); NaN for an example that is not usable.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -96,13 +96,13 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Collected:
-    """Numbers for n examples, in the dataset's order.
+    """Statistics of n examples, in the dataset's order.
 
     Attributes:
         rows: each example's row number, int64 (n,).
         usable: True for examples with values, bool (n,).
         prompts: number of tokens in each prompt, int32 (n,).
-        sides: name of a completion ("chosen" and "rejected", or "completion") -> its numbers.
+        sides: name of a side ("chosen" and "rejected", or "completion") -> statistics of the completions on this side.
         shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
             pairs.
         similarity: similarity of chosen and rejected, float32 (n,), or 0 if it is below ALIKE; None if the examples are not
@@ -136,7 +136,7 @@ def collect(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
-    """Read a dataset once, look up its values, and return numbers for each example.
+    """Read a dataset once, look up its log-probs, and return statistics of each example.
 
     Raises UsageError or another ReflogpError if the settings or the data cannot be used.
     """
@@ -177,7 +177,7 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that keeps its result, so that token values can be read after the sums without a second lookup."""
+    """A lookup that remembers its last result, so that the log-probs of single tokens can be read without a second lookup."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -195,7 +195,7 @@ def _numbers(
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the numbers for a window of rows, and add the window's counts to `coverage`.
+    """Return the statistics of a window of rows, and add the window's counts to `coverage`.
 
     Rows with an empty completion or damaged values are added to `problems`.
     """
@@ -238,7 +238,10 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """For each token column, return each example's lowest log-prob that counts, float64 (n,); 0 if there are no values."""
+    """For each token column, return each example's lowest log-prob after truncation, float64 (n,).
+
+    The result is 0 for an example without log-probs.
+    """
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)

@@ -1,4 +1,4 @@
-"""Find exact duplicates and duplicates with the opposite preference (by key), and near duplicates (by sketch)."""
+"""Find duplicate examples: compare keys for exact duplicates and opposite preferences, and sketches for near duplicates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[Ne
 
 
 def _mixed(first: Uint64s, second: Uint64s) -> Uint64s:
-    """Hash two numbers, in order, to one number; different pairs of numbers collide with probability 2**-64."""
+    """Hash an ordered pair of numbers to one number. Two different pairs have equal hashes with probability 2**-64."""
     mixed = (first ^ (first >> np.uint64(31))) * _MIX + second
     result: Uint64s = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return result

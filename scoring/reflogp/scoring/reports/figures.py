@@ -1,4 +1,4 @@
-"""Compute the data for a report's charts, and what the reference prefers.
+"""Compute the data for a report's charts, and measure which completions the reference prefers.
 
 The same data is drawn twice: as SVG in the page and as PNG files next to the page. Preferences are measured between chosen and
 rejected, between desirable and undesirable, and between shorter and longer completions.
@@ -37,7 +37,7 @@ class Histograms:
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
         beyond: number of values outside the edges; these values are counted in the first and last bars.
-        zero: whether charts mark zero, which separates good margins from bad ones.
+        zero: True to draw a line at zero. A margin above zero means that the reference prefers chosen.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Density:
     Attributes:
         lengths: edges of the columns, as log2 of the number of tokens.
         means: edges of the rows, in nats per token.
-        counts: number of completions in each cell, (columns, rows).
+        counts: number of completions in each cell, indexed by column and then by row.
         medians: median of the mean log-probs in each column; None for a column with too few completions.
         correlation: Spearman's rank correlation between length and mean log-prob.
     """
@@ -70,7 +70,10 @@ class Density:
 
 @dataclass(frozen=True)
 class Curve:
-    """The curves of the truncation chart. `shares` maps each curve's name to a fraction for each value in `max_lengths`."""
+    """The curves of the truncation chart.
+
+    `shares` maps each curve's name to its fractions, one for each value in `max_lengths`.
+    """
 
     max_lengths: list[int]
     shares: dict[str, list[float]]
@@ -78,7 +81,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """The data for all charts. Charts that need log-probs are None if there are none; margin charts are None for KTO."""
+    """The data for all charts. Charts of log-probs are None if no example has log-probs; charts of margins are None for KTO."""
 
     logps: Histograms | None
     margins: Histograms | None
@@ -161,7 +164,7 @@ def _spearman(left: npt.NDArray[np.int32], right: Floats) -> float:
 
 
 def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:
-    """Return the ranks of values, starting at 0; equal values all get their mean rank."""
+    """Return the ranks of values, starting at 0; equal values get the mean of their ranks."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
@@ -226,8 +229,8 @@ class LabelPreference:
     """The reference's preference in KTO examples.
 
     Attributes:
-        desirable, undesirable, without: number of examples that are labeled desirable, are labeled undesirable, or have no
-            label; examples without log-probs are counted too.
+        desirable, undesirable, without: numbers of examples labeled desirable, labeled undesirable, and without a label,
+            including examples without log-probs.
         desirable_higher: if each desirable completion is compared with each undesirable one, the fraction of comparisons in
             which the desirable one has the higher mean log-prob per token. Ties count as one half (area under the ROC curve).
             The fraction is None if no desirable or no undesirable completion has log-probs.

@@ -52,7 +52,8 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         found.append(Finding("fix", text, repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The log-probs below are for the other rows." if coverage.with_values else "The numbers below use no log-probs."
+        others = "The log-probs below are for the other rows."
+        rest = others if coverage.with_values else "The rest of this report uses no log-probs."
         found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped because of max_length" if coverage.dropped else ""
@@ -152,7 +153,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     found = []
     if preference.without:
         found.append(
-            Finding("fix", f"{preference.without:,} rows have no label that is true or false. KTO needs a label in each row.")
+            Finding("fix", f"{preference.without:,} rows have no valid label. KTO needs a label of true or false in each row.")
         )
     desirable, undesirable = preference.desirable, preference.undesirable
     said = f"{desirable:,} completions are desirable, {undesirable:,} are undesirable."
@@ -245,7 +246,7 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
     if not with_values:
         return []
     if not kinds:
-        return [Finding("good", "No row is an outlier by the rules in the section Outliers.")]
+        return [Finding("good", "No outliers were found.")]
     said = ", ".join(f"{kind.count:,} of the kind “{kind.name}”" for kind in kinds)
     return [Finding("check", f"Outliers were found: {said}. The section Outliers shows the most extreme rows of each kind.")]
 

@@ -16,7 +16,7 @@ FAR = 3.5
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
 #: Minimum number of completions in a group of similar lengths.
 _ENOUGH = 50
-_SIMILAR = "among completions of similar length (the same power of two)"
+_SIMILAR = "among completions of similar length (rounded down to the same power of two)"
 #: Median absolute deviation of a normal distribution, in standard deviations.
 _NORMAL = 0.6745
 
@@ -28,7 +28,7 @@ class OutlierKind:
     """A kind of outlier, the rule that defines it, and the examples that were found.
 
     Attributes:
-        name: what this kind of outlier is called.
+        name: name of this kind, such as "very unlikely completions".
         rule: the rule, in words.
         unit: unit of the values in `worst`.
         count: number of examples that the rule found.
@@ -127,7 +127,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return a kind of outlier with the examples for which `beyond` is positive; the larger, the more extreme."""
+    """Return an OutlierKind for the examples whose value in `beyond` is positive; a larger value is more extreme."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

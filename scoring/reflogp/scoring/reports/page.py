@@ -76,8 +76,8 @@ class Content:
         at: the effect of the trainer's max_length.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
-        alike: (index of the pair, similarity) for the displayed pairs that hardly differ, most similar first.
-        alike_count: total number of pairs that hardly differ.
+        alike: (index of the pair, similarity) of the displayed pairs whose completions hardly differ, most similar first.
+        alike_count: total number of pairs whose completions hardly differ.
         shown: index of an example -> what the page displays for it.
         seconds: time that the report has taken so far.
     """

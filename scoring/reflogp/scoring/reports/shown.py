@@ -58,7 +58,10 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return the displayed texts of token ids. All texts together stand for len(ids) tokens; a run of image ids is one text."""
+    """Return the texts to display for token ids.
+
+    Each id is represented in exactly one text; a run of image ids gets a single text.
+    """
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
@@ -106,7 +109,10 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Return the text of `count` tokens after the token before them: without it, some tokenizers drop a leading space."""
+    """Return the text of `count` tokens.
+
+    They are decoded with the token before them, because some tokenizers drop a space at the beginning of a text.
+    """
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
         before, both = _decode([ids[at - 1]], tokenizer), _decode([ids[at - 1], *wanted], tokenizer)
@@ -127,7 +133,7 @@ _HEAD, _AROUND, _PROMPT_END = 220, 30, 110
 
 @dataclass(frozen=True)
 class Piece:
-    """What is displayed for a token, for a few tokens that together encode one character, or for a gap.
+    """What is displayed for a token, for a few tokens that together encode one character, or for tokens that are left out.
 
     Attributes:
         text: displayed text.
@@ -188,7 +194,7 @@ def read_shown(
     Args:
         places: indices in `collected` of the examples to show.
         compared: indices in `collected` of the pairs, among `places`, whose two completions are compared token by token.
-        collected: the numbers that `collect` returned for the same dataset.
+        collected: the result of `collect` for the same dataset.
         dataset, snapshot, settings: the same as for `collect`.
 
     Returns:

@@ -1,11 +1,12 @@
 """Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-A sketch contains the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and
-for the completions. Of each minimum, 16 bits are kept, so the sketch of an example takes 256 bytes. The fraction of entries in
-which two sketches agree estimates the fraction of runs that the examples have in common (Jaccard similarity). The 64 entries
-form 16 groups of four. Among the examples whose completions agree in one of these groups, each example is compared only with
-the first and with the previous example. The work therefore grows with the number of examples, not with its square. Two
-completions are compared token by token only if their lengths and their common tokens allow the required similarity.
+To make a sketch, each of 64 hash functions is applied to all runs of three tokens, and the smallest hash of each function is
+stored (Broder, 1997). Prompts and completions are hashed separately. Each stored hash is shortened to 16 bits, so the sketch of
+an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the examples
+have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completions of several examples agree in a
+group, each of these examples is compared only with the first of them and with the one before it. The work therefore grows with
+the number of examples, not with its square. Two completions are compared token by token only if their lengths and token counts
+do not already rule out the required similarity.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Sketches:
         return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
 
     def _minima(self, lists: pa.LargeListArray) -> Uint32s:
-        """For each list, return the minimum of each hash over the list's runs, uint32 (n, HASHES)."""
+        """For each list, return the smallest value of each hash function over the list's runs, uint32 (n, HASHES)."""
         offsets = lists.offsets.to_numpy()
         offsets, values = offsets - offsets[0], lists.values.to_numpy()[offsets[0] : offsets[-1]]
         runs = _runs(values, offsets)
@@ -137,7 +138,10 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pair each example with the first and the previous example that have an equal group of entries; return (first, second)."""
+    """For each group of entries, pair each example with the first and the last earlier example that agree with it.
+
+    Return (first, second).
+    """
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -207,8 +211,8 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
     """Return the fraction of tokens in the longest common subsequence: 1 if the lists are equal, 0 if no token is shared.
 
-    A result below `at_least` may be an upper bound instead, because common tokens are first counted in any order, which is
-    faster.
+    Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
+    `at_least`, it is returned instead of the exact fraction.
     """
     both = len(left) + len(right)
     if not both:

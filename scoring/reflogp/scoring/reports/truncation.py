@@ -97,7 +97,10 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of MAX_LENGTHS and `asked`, ascending, up to the first value from `asked` on that cuts nothing."""
+    """Return the effects of MAX_LENGTHS and `asked`, ascending.
+
+    Once a value cuts nothing, larger values above `asked` are left out.
+    """
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))
@@ -107,6 +110,6 @@ def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]
 
 
 def max_length_for_share(lengths: Lengths, share: float) -> int:
-    """Return the smallest max_length that leaves at least this fraction of the examples uncut."""
+    """Return the smallest max_length that leaves at least the fraction `share` of the examples uncut."""
     ordered = np.sort(lengths.whole())
     return int(ordered[max(0, int(np.ceil(share * len(ordered))) - 1)])
