@@ -245,7 +245,7 @@ def test_only_datasets_of_the_hub_have_a_config():
     with pytest.raises(Problem, match="has configs") as refused:
         check_uri("hf://datasets/team/prefs/a.jsonl", TEAM, "main")
     assert refused.value.status == 422
-    with pytest.raises(Problem, match="may not be fetched") as refused:
+    with pytest.raises(Problem, match="fetching this URI is not allowed") as refused:
         check_uri("hf://datasets/other/prefs", TEAM, "main")
     assert refused.value.status == 403
 

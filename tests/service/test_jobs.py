@@ -297,7 +297,7 @@ def test_a_job_scores_a_file_of_the_hub_at_the_commit_that_it_names(tmp_path, re
                 keys = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))["chosen_key"].to_pylist()
                 expected = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
                 assert keys == expected.to_pylist()
-            with pytest.raises(NotAllowedError, match="may not be fetched"):
+            with pytest.raises(NotAllowedError, match="fetching this URI is not allowed"):
                 client.submit(ServiceUri("hf://datasets/team/secret/data/rows.jsonl"), "ref")
             job = client.watch(client.submit(ServiceUri("hf://datasets/team/prefs/none.jsonl"), "ref").id)
             assert job.state == "failed" and "has no file none.jsonl" in job.error

@@ -44,7 +44,7 @@ _DESCRIPTION = "Reference log-probs: score datasets as background jobs, score se
 
 
 class _App(FastAPI):
-    """An app whose outermost middleware adds request ids and security headers, so that error responses have them too."""
+    """A FastAPI app that adds a request id and security headers to every response, including error responses."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return RequestIds(SecurityHeaders(super().build_middleware_stack()))
@@ -55,7 +55,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     Raises:
         UsageError: another service uses the same state folder, or the folder cannot be written.
-        UsageError, CheckpointError: the store's URI or a reference in the settings cannot be used (see ReferenceRegistry).
+        UsageError, CheckpointError: the settings contain a store URI or a reference that cannot be used (see
+            ReferenceRegistry).
     """
     folder = settings.state_folder()
     lock = StateLock(folder)

@@ -106,10 +106,12 @@ def cookie_name(request: Request) -> str:
 
 
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
-    """Return a FastAPI dependency that admits requests whose token has the scope, and returns the token's name.
+    """Return a FastAPI dependency that admits only requests whose token has the given scope.
 
-    Because links and EventSource cannot send an Authorization header, a GET or HEAD request without this header is admitted if
-    the browser is signed in with a token that has the scope. If the settings contain no tokens, every request is admitted;
+    The result of the dependency is the token's name.
+
+    Links and EventSource cannot send an Authorization header. A GET or HEAD request without this header is therefore admitted
+    if the browser is signed in with a token that has the scope. If the settings contain no tokens, every request is admitted;
     ServerSettings allows settings without tokens only if the service listens on a loopback address.
     """
 
@@ -139,7 +141,7 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
 
 def still_allowed(request: Request) -> bool:
-    """Return whether a long response may continue. It must stop when the browser session that authorized it has ended."""
+    """Return False if a long response must stop because the browser session that authorized the request has ended."""
     entry: TokenSettings | None = request.state.token
     return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
 

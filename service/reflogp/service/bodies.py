@@ -1,8 +1,8 @@
-"""Read request bodies in Arrow IPC and JSON format within limits, and write responses in these formats.
+"""Read request bodies (Arrow IPC or JSON), enforce limits on their size, and write responses in the same formats.
 
 A body that is too long or arrives too slowly is refused while it is being read. A body with too many rows or values is refused
-before it is decoded. A body with compressed batches is also refused, because a few compressed bytes can expand to gigabytes.
-Memory for a body is reserved before the body is read (see request_memory).
+before it is decoded. An Arrow stream with compressed record batches is also refused, because a few compressed bytes can expand
+to gigabytes. Memory for a body is reserved before the body is read (see request_memory).
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def require_type(request: Request, *accepted: str) -> str:
 
     Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
 
-    A page on another site can make a browser send a body to any service that the browser can reach, but only without a content
-    type or with one of the three content types of HTML forms. Before a browser sends any other type, it makes a CORS preflight
-    request, which this service refuses.
+    This check protects against web pages on other sites, which can make a browser send requests to this service. Unless the
+    body has no content type, or one of the three content types of HTML forms, the browser first sends a CORS preflight request,
+    which this service refuses.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -223,9 +223,10 @@ def keys_body_bytes(max_keys: int) -> int:
 
 
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
-    """Return a table with the list<int32> columns prompt_ids and completion_ids, and attention_mask if it was sent.
+    """Decode an Arrow IPC stream of sequences into a table with the columns prompt_ids and completion_ids.
 
-    The number of values is checked before they are cast to int32, because the cast makes an int8 column four times as large.
+    If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. The token ids are
+    counted before they are cast to int32, because the cast makes an int8 column four times as large.
 
     Raises:
         Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
@@ -238,7 +239,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
             raise Problem(
                 422,
                 f"the stream has the wrong columns: {_described(schema)}",
-                "send prompt_ids and completion_ids as lists of integers, and also attention_mask for rows of padded batches",
+                "send the columns prompt_ids and completion_ids as lists of integers; for padded batches, add attention_mask",
             )
 
     parts, kind, tokens, masked = [], SEQUENCES, 0, 0
@@ -299,9 +300,9 @@ def _is_token_lists(kind: pa.DataType) -> bool:
 
 
 def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
-    """Yield the validated record batches of an Arrow IPC stream whose schema passes `check`. Nothing is decompressed.
+    """Call `check` with the schema of an Arrow IPC stream, then validate and yield its record batches.
 
-    Batches without rows are skipped.
+    Nothing is decompressed. Batches without rows are skipped.
     """
     try:
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(body))
@@ -330,7 +331,7 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
 
 
 def _check_metadata(message: pa.ipc.Message) -> None:
-    """Raise Problem 413 if a message has too much metadata, for example thousands of columns or long strings."""
+    """Raise Problem 413 if the metadata of an Arrow message is too large, for example because it names thousands of columns."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
             413,

@@ -1,4 +1,4 @@
-"""Add deadlines to uvicorn's connections, to disconnect clients that neither send requests nor read responses.
+"""Add deadlines to uvicorn's connections, so that clients that send no request or do not read their response are disconnected.
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
 that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for
@@ -46,7 +46,7 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class BoundedProtocol(H11Protocol):
-    """An HTTP/1.1 connection with deadlines for the heads of its requests and for reading its responses."""
+    """An HTTP/1.1 connection that is closed if the head of a request arrives too late, or a response is not read in time."""
 
     config: ConnectionConfig
 
@@ -146,9 +146,9 @@ class HeadLimit:
 
 
 class ActiveRequests:
-    """Middleware that responds with 503 while `most` other requests are being processed.
+    """Middleware that refuses a request with status 503 if `most` requests are already being processed.
 
-    Idle connections do not count.
+    Idle connections do not count toward `most`.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -174,9 +174,10 @@ class ActiveRequests:
 
 
 def waiting_connections(max_connections: int) -> int:
-    """Return how many connections may wait for the head of a request, in addition to `max_connections` open requests.
+    """Return the maximum number of connections that may wait for the head of a request.
 
-    Also raise the process's soft limit on open files as far as needed, up to the hard limit.
+    This number does not include the connections of requests in progress, of which there are at most `max_connections`. If the
+    process's soft limit on open files is too low for all connections, raise it, but not above the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

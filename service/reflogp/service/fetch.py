@@ -2,16 +2,16 @@
 
 `check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
-The settings list the allowed URI prefixes. A host that a prefix names (https://data.example.org/prefs/, s3://team/) is trusted,
-even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses: the host
-name is resolved once, and the connection goes to one of the checked addresses. The prefix s3:// allows every bucket, and hf://
-allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows the repository's files at every
-revision.
+The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
+even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. The name
+of such a host is resolved only once, and the connection is made to one of the addresses that were checked. The prefix s3://
+allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows
+the repository's files at every revision.
 
 If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-Name resolution and individual requests to an object store are limited only by the timeouts of the libraries that make them. A
-fetch may therefore exceed the time limit in the settings by a few minutes.
+The time limit in the settings interrupts neither the resolution of a host name nor a single request to an object store. These
+end at the latest when a timeout of the library in use expires, so a fetch may take a few minutes longer than the time limit.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
             _check_public([address])
     except ValueError as error:
         raise Problem(
-            403, f"the URI may not be fetched: {error}", "send the dataset as an upload: PUT /v1/uploads/NAME"
+            403, f"fetching this URI is not allowed: {error}", "send the dataset as an upload: PUT /v1/uploads/NAME"
         ) from error
 
 
@@ -140,20 +140,21 @@ def fetch(
     config: str | None = None,
     split: str = "train",
 ) -> tuple[Path, str]:
-    """Fetch a dataset; return its file and SHA-256 digest, or a folder and its digest for a whole dataset on the Hub.
+    """Fetch a dataset, and return the path and SHA-256 digest of its file.
 
-    The file or folder is named after its digest, and gets this name only when it is complete. The caller must call
-    `folder.released` when the ledger refers to the file or folder, or when it is not needed.
+    For a whole dataset on the Hub, return the path and digest of a folder instead. The file or folder is named after its
+    digest, and gets this name only when it is complete. From then on, the file or folder is protected from deletion. The caller
+    must end this protection with `folder.released` once the ledger refers to the file or folder, or once it is not needed.
 
     Args:
         uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
         folder: folder that receives the dataset and limits the total size of all datasets.
         settings: allowed prefixes, and limits on time and size.
-        cancelled: called a few times per second, or after each chunk from an object store or the Hub. The fetch stops when
-            `cancelled` returns True.
+        cancelled: function that is called a few times per second during an HTTP download, and after each chunk from an object
+            store or the Hub. The fetch stops when `cancelled` returns True.
         arrived: called after each chunk with the total number of bytes that have arrived.
-        config, split: config and split to fetch if the URI names a whole dataset on the Hub. The config None is the default
-            config.
+        config, split: config and split to fetch if the URI names a whole dataset on the Hub. If `config` is None, the default
+            config is fetched.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
@@ -195,7 +196,7 @@ def _parse(uri: str) -> _Uri:
         if authority and not _BUCKET.fullmatch(authority):
             raise ValueError("the bucket name is not valid")
         if query or "%" in path:
-            raise ValueError("the key must contain neither percent-encoding nor a query: % and ? are not allowed")
+            raise ValueError("the key of an object must not contain % or ?: percent-encoding and queries are not supported")
         host, port = authority, None
     elif scheme == _HUB:
         if authority not in ("", "datasets") or query or "%" in path:
@@ -262,7 +263,9 @@ def _hub_file(uri: _Uri) -> HubFile:
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Return whether a URI's host is trusted: a prefix in the settings names the host, or allows the bucket or repository.
+    """Check that a prefix in the settings allows a URI, and return whether the URI's host is trusted.
+
+    Every bucket or repository that is allowed is trusted. An HTTP or HTTPS host is trusted only if a prefix names it.
 
     Raises:
         ValueError: no prefix allows the URI.
@@ -467,9 +470,9 @@ def _fetch_split(
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None],
 ) -> tuple[Path, str]:
-    """Fetch the files of a split into a folder. The files are named so that they sort in the order of the split.
+    """Fetch the files of a split into a folder, and return the folder and its digest.
 
-    Return the folder and its digest.
+    Each file is named after its position in the split, so sorting the names gives the order of the split.
     """
     deadline = time.monotonic() + settings.fetch_seconds
     files = files_of_split(place, config, split, lambda: _check_going_on(deadline, settings, cancelled))

@@ -38,9 +38,9 @@ class DatasetQuota:
         self._sweepers.append(sweep)
 
     def fits(self, size: int) -> bool:
-        """Return whether `size` more bytes fit within the quota.
+        """Return whether `size` more bytes fit within the quota, after deleting unneeded files if necessary.
 
-        If they do not fit, delete unneeded files and check again. This call blocks.
+        This call blocks.
         """
         if self._used + size > self.most:
             self.sweep()
@@ -80,7 +80,7 @@ class FetchedFolder:
     Args:
         folder: path of the folder, which is created if it does not exist. Incomplete files left behind by a killed service are
             deleted.
-        ledger: ledger that lists the datasets that jobs need.
+        ledger: records which datasets the jobs need.
         room: quota for the total size of fetched datasets and uploads.
     """
 
@@ -112,7 +112,7 @@ class FetchedFolder:
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Return the bytes of a deleted dataset to the quota."""
+        """Stop counting the bytes of a deleted dataset against the quota."""
         self._room.give(size)
 
     def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
@@ -134,7 +134,7 @@ class FetchedFolder:
     def released(self, file: Path) -> None:
         """Allow `collect` to delete a dataset that `keep` has protected.
 
-        Call this when the ledger refers to the dataset, or when the caller no longer needs the dataset.
+        Call this method once the ledger refers to the dataset, or once the dataset is no longer needed.
         """
         with self._lock:
             self._fresh[file] -= 1

@@ -88,7 +88,7 @@ class Fetching:
             fetching.stop.set()
 
     async def run(self) -> None:
-        """Start a fetch for each queued job that needs one. This coroutine never returns."""
+        """Start fetching the dataset of each queued job whose dataset must be fetched. This coroutine never returns."""
         while True:
             self._news.clear()
             free = self._settings.max_fetches - len(self._going_on)

@@ -1,10 +1,10 @@
-"""Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
+"""Let idle workers help with a running job, and relay frames between these helpers and the job's own worker (the owner).
 
-All state is used only in the event loop. Units of work are relayed without being decoded. The service and
-its workers exchange these frames about helping:
+Use this module only in the event loop, because it is not thread-safe. Units of work are relayed without being decoded.
 
-    owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
-    service  -> helper, answer, gone to an owner; help, ask, stop to a helper
+The following frames are about helping. An owner sends `ask`, which can contain a unit of work for a helper. A helper sends
+`helping`, `answer` and `helped`. The service sends `helper`, `answer` and `gone` to owners, and `help`, `ask` and `stop` to
+helpers.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Helping:
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
         """Ask idle workers to help with a job if enough of the job remains.
 
-        A worker that would have to unload a model is not asked. While the service searches a job for the
-        sequence that kills workers, no worker is asked to help, so that only the job's own worker can die.
+        A worker that would have to unload a model before it could help is not asked. While the service searches a job for the
+        sequence that kills workers, no worker is asked to help, so that only the worker that runs the job can die.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:

@@ -1,4 +1,6 @@
-"""Keep the ledger in SQLite (WAL mode). The ledger records all jobs with their states and results, and all uploads.
+"""Store the service's ledger in an SQLite file in WAL mode.
+
+The ledger records all jobs with their states and results, and all uploads.
 
 A write is on disk when its call returns, so a service that is killed loses no recorded change. The ledger is thread-safe, and
 belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`), and then raises LedgerError.
@@ -72,11 +74,12 @@ class Submission:
     Attributes:
         identity: string that identifies the job. Submitting the same identity again does not create a second job.
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
-        lasting: False if only the dataset's location is known, so that its content may change later. A submission with
-            `lasting=False` creates a new job if the earlier job with the same identity is done. A submission without an
-            Idempotency-Key also creates a new job if rows of the earlier job refer to image files, because `content` does not
-            cover those files.
-        source: where the worker finds the dataset: name and split, and if known, file, digest, path, uri and config.
+        lasting: False if no Idempotency-Key was sent and only the dataset's location is known, not its content, which may
+            change later. A submission with `lasting=False` creates a new job if the earlier job with the same identity is done.
+            A submission without an Idempotency-Key also creates a new job if rows of the earlier job refer to image files,
+            because `content` does not cover those files.
+        source: description of the dataset for the worker. The keys are name and split, and where they apply, file, digest,
+            path, uri and config.
         request, traceparent: X-Request-Id and W3C trace context of the submitting request.
     """
 
@@ -100,7 +103,7 @@ class Claim:
         deaths: number of workers that have died since the job last made progress.
         suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
             and smaller groups, to find the sequence that kills workers.
-        poison: for each sequence that is no longer scored because it killed workers, its key (hex) and the reason.
+        poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
@@ -223,13 +226,13 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Put running jobs that are on no worker back into the queue, or end them if they were cancelled.
+        """Queue jobs again that are recorded as running although no worker runs them. End those that were cancelled.
 
         Return the number of jobs that were queued again or ended.
 
         Args:
-            note: reason that is stored as the note of these jobs.
-            but: ids of the jobs that are on a worker, which are left unchanged.
+            note: reason for the interruption, which is stored in each of these jobs.
+            but: ids of the jobs that workers are running. These jobs are left unchanged.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
@@ -251,9 +254,9 @@ class Ledger:
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
         """Mark the next job as running and return it, or return None if no queued job can begin.
 
-        The next job is the oldest job of the highest priority. A younger job of the same priority whose reference is in
-        `loaded` may run first if the oldest job has waited for less than `patience_seconds`, so that models are not loaded and
-        unloaded for every job. Jobs whose dataset has not been fetched yet are skipped.
+        The next job is normally the oldest job of the highest priority. If the model of that job is not loaded and the job has
+        waited for less than `patience_seconds`, a younger job of the same priority whose model is loaded runs first. This rule
+        avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet are skipped.
 
         Args:
             loaded: ids of references whose models are loaded.
@@ -313,7 +316,7 @@ class Ledger:
         Args:
             progress: the latest progress.
             committed: whether values of the job were committed to the store since the last call. If values were committed,
-                earlier deaths of workers no longer count.
+                the count of worker deaths is reset to zero.
         """
 
         def progressed(db: sqlite3.Connection) -> None:
@@ -377,10 +380,10 @@ class Ledger:
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died, and record the suspects and poison. End the job if it was cancelled.
+        """Queue a job again after its worker died, or end it if it was cancelled.
 
         Args:
-            suspects, poison: new values for the attributes of the job's Claim.
+            suspects, poison: values that the attributes of the same names will have in the job's next Claim.
             narrowed: whether this death reduced the number of suspects. A death that reduced the number of suspects does not
                 count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
@@ -410,15 +413,16 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        The retry fetches the dataset again if it has a URI, and also scores sequences that were skipped because they killed
-        workers.
+        If the dataset was given by its URI, it is fetched again. Sequences that were skipped because they had killed workers
+        are scored again.
         """
         return self._file.write(lambda db: _retry(db, job))
 
     def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Return the dataset files of all jobs that are not done, or of queued and running jobs if `unfinished_only` is set.
+        """Return the dataset files of all jobs that are not done.
 
-        Failed and cancelled jobs may still need their files, because they can be retried.
+        If `unfinished_only` is set, return only the files of queued and running jobs. Failed and cancelled jobs may still need
+        their files, because they can be retried.
         """
         condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
         rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")

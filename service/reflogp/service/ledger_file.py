@@ -30,8 +30,8 @@ class StateLock:
     """An exclusive lock on a state folder. The kernel releases the lock when the process ends, even after a crash.
 
     Both the folder itself and the file `lock` in the folder are locked. The lock on the folder keeps a second service from
-    starting even if the file is deleted or renamed. The lock on the file is for file systems (NFS) that cannot lock folders.
-    The ledger also records which service owns it.
+    starting even if the file `lock` is deleted or renamed. The lock on the file is needed on file systems that cannot lock
+    folders, such as NFS. The ledger also records which service owns it.
 
     Raises:
         UsageError: another service uses the folder, or the folder cannot be written.
@@ -137,7 +137,7 @@ class LedgerFile:
         self._inode = _inode(self._file)
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Call `work`, which must only read, and return its result.
+        """Call `work`, which must not write to the database, and return its result.
 
         Raise LedgerError if `work` still fails after the last retry.
         """
@@ -292,7 +292,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Replace a failed connection with a new one, if one can be opened."""
+        """Open a new connection in place of the one that failed. If this is not possible, keep the failed connection."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:
@@ -309,9 +309,10 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Write the content of a deleted write-ahead log into the database, so that a crash cannot lose it.
+        """Recover from the deletion of the write-ahead log while the database is open.
 
-        Then open a new connection, which creates a new write-ahead log.
+        First write the content of the deleted log into the database, because a crash would lose this content. Then open a new
+        connection, which creates a new write-ahead log.
         """
         logger.warning("the write-ahead log of %s was deleted while the service was running", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()

@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that writes each record as one line, followed by the ids of the record's job and request."""
+    """A log formatter that ends the line of each record with the ids of the job and the request that the record is about."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

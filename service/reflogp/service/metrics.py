@@ -79,8 +79,8 @@ class Metrics:
         Args:
             ready: number of workers that accept work.
             answering: number of workers that accept work and answer pings.
-            busy: what each worker's engine is doing ("load" or "pass") and for how many seconds, or None if the engine is idle;
-                by the worker's number.
+            busy: worker number -> what the worker's engine is doing ("load" or "pass") and for how many seconds, or None if the
+                engine is idle.
         """
         self._workers.set(ready)
         self._answering.set(answering)

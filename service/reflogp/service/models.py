@@ -26,7 +26,7 @@ UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """Add two rules to DatasetSpec's JSON schema: exactly one of upload, path and uri is given, and only a URI has a config."""
+    """Add two rules to DatasetSpec's JSON schema: exactly one of upload, path and uri is required; config requires uri."""
     names = ("upload", "path", "uri")
     absent = {"type": "null"}
     others = dict.fromkeys(names, absent)
@@ -57,7 +57,7 @@ class DatasetSpec(BaseModel):
         description="URI that the setting dataset_uris allows: https://, s3://, hf://datasets/ORGANISATION/NAME, …",
     )
     split: str = Field(
-        "train", max_length=200, description="Split of a saved DatasetDict or of hf://datasets/ORGANISATION/NAME."
+        "train", max_length=200, description="Split to score, for a saved DatasetDict or hf://datasets/ORGANISATION/NAME."
     )
     config: str | None = Field(
         None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME. None is the default config."
@@ -73,12 +73,12 @@ class DatasetSpec(BaseModel):
 
 
 class JobSettings(BaseModel):
-    """The settings of a job. Settings that trainers also have use the same names as the trainers' configs."""
+    """The settings of a job. A setting that also exists in the trainers' configs has the same name there."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
     format: Literal["preference", "kto", "tokens"] | None = Field(
-        None, description="Format of the rows. None detects it from the columns."
+        None, description="Format of the rows. If None, the format is detected from the columns."
     )
     max_length: int | None = Field(
         None,
@@ -93,8 +93,8 @@ class JobSettings(BaseModel):
         None,
         ge=0,
         le=1,
-        description="Weight of the tokens beyond the length of a pair's shorter completion (LD-DPO), for the sums in the"
-        " result.",
+        description="LD-DPO weight for the log-prob sums in the result. It applies to the tokens of a pair's longer completion"
+        " beyond the length of the shorter one.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
@@ -162,7 +162,7 @@ class Job(BaseModel):
     )
     error: str | None = Field(None, description="Reason why the job failed.")
     summary: dict[str, Any] | None = Field(
-        None, description="Counts for a completed job, as `reflogp score --json` prints them."
+        None, description="Summary of a completed job, including the fields of `reflogp score --json`."
     )
 
     @field_validator("dataset")
@@ -182,10 +182,11 @@ class Job(BaseModel):
         return None if text is None else hide_secrets(text)
 
     def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """Return the job without other submitters' data, for a caller without the scope `read` who did not submit it first.
+        """Return a copy of the job without the data that only its first submitter and callers with the scope `read` may see.
 
         Args:
-            asked: the caller's own submission of the same job, if any. The returned job has its settings and dataset.
+            asked: the caller's own submission of the same job, if any. Its settings and dataset replace those of the first
+                submission.
         """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(
@@ -210,10 +211,10 @@ class Jobs(BaseModel):
 
 
 class Histogram(BaseModel):
-    """A histogram. There is one count between each edge and the next, so there is one more edge than there are counts."""
+    """A histogram. Its n bars have n counts and n + 1 edges, because neighbouring bars share an edge."""
 
     edges: list[float] = Field(description="Edges of the bars in ascending order.")
-    counts: list[int] = Field(description="Number of values between each edge and the next.")
+    counts: list[int] = Field(description="Number of values in each bar, in the order of the edges.")
 
 
 class Outlier(BaseModel):

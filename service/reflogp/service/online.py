@@ -1,7 +1,7 @@
 """Score sequences online, while the caller waits for the response.
 
 OnlineScoring chooses a worker for each request, limits the number of queued tokens, and resends requests when a worker dies.
-The worker decides which requests are computed together. All state in this module is used only in the event loop.
+The worker decides which requests are computed together. Use this module only in the event loop, because it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scored:
         hits: number of sequences found in the store.
         engine_seconds: seconds from the start of the computation to the request's last outcome. Several requests may share a
             computation.
-        queue_seconds: seconds from when the request reached the worker to the start of the computation.
+        queue_seconds: seconds between the arrival of the request at the worker and the start of the computation.
         snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
 
@@ -147,7 +147,7 @@ class OnlineScoring:
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a frame from a worker about scoring requests."""
+        """Handle a worker's frame if it is about scoring requests."""
         match message["op"]:
             case "round":
                 for key in message["ids"]:
@@ -159,9 +159,9 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Resend the requests of a worker that died, and return whether it was computing a request when it died.
+        """Resend the requests of a worker that died, and return True if the worker was computing any of them.
 
-        A request that was being computed is scored separately from other requests the next time. A request fails once _DEATHS
+        The requests that the worker was computing are marked, so that each will be computed alone. A request fails once _DEATHS
         workers have died while computing it.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
@@ -269,7 +269,7 @@ class OnlineScoring:
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """Return a list with each sequence's stored values or None, and the number of the snapshot that was read."""
+        """Look up each sequence's stored values (None if there are none); return them and the number of the snapshot."""
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:

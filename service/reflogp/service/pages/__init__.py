@@ -1,1 +1,1 @@
-"""Provide the browser pages' templates, static files, charts, display names of jobs, and tables of the API."""
+"""The service's browser pages: templates, static files, charts, and functions that prepare data for the templates."""

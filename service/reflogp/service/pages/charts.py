@@ -33,7 +33,7 @@ _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10,
 
 
 def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
-    """Draw a histogram with one bar between each edge and the next.
+    """Draw a histogram as a bar chart.
 
     Args:
         name: id that is unique on the page, made of letters, digits and hyphens.
@@ -83,7 +83,8 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
     Args:
         name: id that is unique on the page, made of letters, digits and hyphens.
         title: title of the chart.
-        points: (seconds since the start, tokens per second), in chronological order.
+        points: throughput at several times, in chronological order. Each point is a pair (seconds since the start, tokens
+            per second).
     """
     points = [(second, rate) for second, rate in points if math.isfinite(second) and math.isfinite(rate)]
     if not points:
