@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once, in the event loop, with the return value of `call`.
-        settled: set when the write has succeeded or its first attempt has failed.
+        settled: set as soon as the write has succeeded, or the first attempt to write has failed.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once writing this progress has begun."""
+    """The latest progress of a job. `begun` is True once there was an attempt to write it to the ledger."""
 
     progress: JobProgress
     committed: bool
@@ -53,7 +53,7 @@ class PendingWrites:
     """A queue of writes that record the progress and final states of jobs.
 
     Args:
-        ledger: the ledger to write to. Its methods are called in threads.
+        ledger: the ledger to write to. PendingWrites calls the ledger's methods in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -74,8 +74,8 @@ class PendingWrites:
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
         """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger cannot
-        be used, the awaitable completes at once.
+        The returned awaitable completes when the write has succeeded or its first attempt has failed. If the ledger cannot be
+        used at the moment, the awaitable completes at once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.

@@ -227,7 +227,7 @@ class RayWorkers:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker has not started yet: the Ray cluster has %s", describe_cluster())
+            logger.warning("a worker is still waiting for resources; the Ray cluster has %s", describe_cluster())
         return str(await placing)
 
 
@@ -235,10 +235,10 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     """Connect to a Ray cluster and return the object that starts the service's workers there.
 
     Args:
-        address: "auto", host:port, ray://host:port or "local"; None uses $RAY_ADDRESS, or this machine if $RAY_ADDRESS is not
-            set.
+        address: "auto", host:port, ray://host:port or "local"; None means the address in $RAY_ADDRESS or, if that is not set,
+            this machine.
         device: auto, cpu or cuda.
-        count: number of workers, or None for as many as the cluster currently has resources for.
+        count: number of workers; None means as many workers as the cluster's current resources allow.
         store: URI of the store.
         state: state folder of the service.
 

@@ -75,7 +75,9 @@ class ScoreAnswer(BaseModel):
     )
     queue_seconds: float = Field(description="Seconds that the request waited in the worker's queue.")
     token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")
-    errors: list[str | None] = Field(description="For each sequence, the reason why it has no values, or null.")
+    errors: list[str | None] = Field(
+        description="For each sequence, the reason why it has no values, or null if it has values."
+    )
 
 
 def scores_router(context: Context) -> APIRouter:

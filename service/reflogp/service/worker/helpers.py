@@ -39,7 +39,7 @@ class Helpers:
 
     Attributes:
         count: number of workers that are helping with the job.
-        may_come: value of the argument `may_come`.
+        may_come: True if other workers may join as helpers, as passed to the constructor.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
@@ -70,7 +70,7 @@ class Helpers:
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Does nothing, because a job needs no helpers: its own worker can compute everything."""
+        """See Workers.look. This method does nothing: a job needs no helpers, because its own worker can compute everything."""
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle a frame about a helper. Ignore frames about other jobs, because those jobs have ended."""
@@ -142,7 +142,7 @@ class _Helper:
         return settled(None)
 
     def end(self) -> None:
-        """See Worker.end. Does nothing, because the process belongs to the service."""
+        """See Worker.end. This method does nothing, because the service owns the helper's process."""
 
 
 def encoded(value: Any) -> Any:
@@ -184,7 +184,7 @@ def help_with(
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: image processors of the model.
 
-    Raise errors from `check`, from the engine and from the store.
+    This function passes on the errors raised by `check`, by the engine and by the store.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)

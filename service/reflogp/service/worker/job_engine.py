@@ -25,11 +25,12 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine itself only calls methods of this engine that run no forward pass.
+        engine: the engine that the loop uses. JobEngine itself calls only those methods of this engine that do not run a
+            forward pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
+        poison: sequences that must not be scored because they killed workers: a dict from key (hex) to reason.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.
@@ -74,19 +75,19 @@ class JobEngine:
         return self._engine.provenance()
 
     def operations(self) -> Operations:
-        """See Engine.operations. Only this job's passes are counted."""
+        """See Engine.operations. The operations of online requests are not counted."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
 
     def close(self) -> None:
-        """Does nothing, because the engine belongs to the loop."""
+        """This method does nothing, because the loop owns the engine and closes it."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Have the engine loop score groups of sequences, and yield the outcomes.
+        """Pass groups of sequences to the engine loop, and yield the outcomes.
 
-        Announce which sequences are on the device.
+        Meanwhile, announce which of these sequences are being computed on the device.
         """
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
@@ -171,7 +172,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    Each time a worker dies, the number of suspects is then at least halved.
+    This way, each death of a worker at least halves the number of suspects.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2
