@@ -107,7 +107,7 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit found: "
+        f"Done in {time.monotonic() - started:.0f} s. The origin of the values and the results of the audit are in "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 

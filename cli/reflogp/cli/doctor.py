@@ -1,4 +1,4 @@
-"""`reflogp doctor`: report what an installation can and cannot do, and the commands that fix problems."""
+"""`reflogp doctor`: show what works in an installation, what does not, and which commands fix the problems."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once, in the event loop, with the return value of `call`.
-        settled: set as soon as the write has succeeded, or the first attempt to write has failed.
+        settled: set when the write has succeeded or its first attempt has failed.
     """
 
     call: Callable[[], Any]
@@ -74,8 +74,8 @@ class PendingWrites:
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
         """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded or its first attempt has failed. If the ledger cannot be
-        used at the moment, the awaitable completes at once.
+        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger cannot
+        be used, the awaitable completes at once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.

@@ -49,9 +49,7 @@ _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """The pool's view of one worker.
-
-    When the worker's process ends and is replaced by a new one, the worker keeps its WorkerHandle.
+    """The pool's view of one worker. When the worker's process ends, the same WorkerHandle is used for its new process.
 
     Attributes:
         number: index of the worker, starting at 0.
@@ -147,8 +145,8 @@ class Pool:
         start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
         on_death: called when a worker's process has ended, with the reason; never called while the pool is closing.
-        max_worker_bytes: memory limit of a worker, or None for no limit. A worker that exceeds the limit is killed before
-            memory runs out and the operating system kills some other process.
+        max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
+            operating system does not kill some other process.
         silence_seconds: maximum time that a worker may take to answer a ping before it is killed. A worker that is still
             starting may take ten times as long.
         max_pass_seconds: maximum duration of a forward pass, or None for no limit. A worker whose pass takes longer is killed.
@@ -224,7 +222,7 @@ class Pool:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """Run one process of a worker until the process ends, and return the reason for its end."""
+        """Run one process of a worker, and return why the process ended."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:

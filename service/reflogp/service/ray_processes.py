@@ -62,7 +62,7 @@ class Relay:
         return self._process.pid
 
     async def send(self, data: bytes) -> None:
-        """Write data to the process's stdin. If the process has ended, do nothing, because `receive` reports that."""
+        """Write data to the process's stdin. If the process has ended, do nothing; `receive` reports its end."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -160,7 +160,9 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """Send queued bytes one call at a time, because concurrent calls to an asynchronous actor are not ordered."""
+        """Send queued bytes to the relay. Each call waits for the previous one, because the relay may run concurrent calls in
+        any order.
+        """
         with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:
                 data = [await self._outgoing.get()]

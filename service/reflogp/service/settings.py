@@ -44,7 +44,7 @@ class ReferenceSettings(BaseModel):
     """Settings of a reference model that the service offers under a name."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
+    model: str = Field(description="Folder with config.json and safetensors files, a PEFT adapter's folder, or a hub id.")
     dtype: str = Field(
         "bfloat16",
         description="Compute dtype: bfloat16, float32 or float16; bfloat16-autocast or float16-autocast (float32 weights under "

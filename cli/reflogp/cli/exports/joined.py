@@ -32,7 +32,7 @@ class JoinedPairs:
     """All n pairs of a dataset with their values, in dataset order.
 
     Attributes:
-        file: path of the file that contains the pairs.
+        file: file that the pairs were read from.
         reference_id, reference_dtype, snapshot: the reference and snapshot that the values come from.
         max_length, truncation_mode: settings that the pairs were joined with.
         chosen_logps, rejected_logps: finite sums over the completion's tokens in nats, float32 of shape (n,).

@@ -57,7 +57,7 @@ class ReferenceInfo(BaseModel):
     model: str = Field(description="Folder name or hub id of the model. If it was used under several names, the first of them.")
     dtype: str = Field(description="Compute dtype of the model.")
     lm_head_dtype: str = Field(description="Dtype used to compute the logits.")
-    snapshot: int | None = Field(description="Number of the latest snapshot, or null if no values are stored.")
+    snapshot: int | None = Field(description="Number of the latest snapshot, or null if nothing has been scored.")
     sequences: int = Field(description="Number of rows in the latest snapshot.")
 
 

@@ -73,7 +73,7 @@ def pages_router(context: Context) -> APIRouter:
 
 @dataclass(frozen=True)
 class _Held:
-    """A reference in the registry, with the size of its table in the store."""
+    """A registered reference, with the size of its table in the store."""
 
     shelved: RegisteredReference
     snapshot: int | None

@@ -133,7 +133,7 @@ class Engines:
             `describe_reference`.
         capacity: maximum number of loaded engines.
         pinned: id of a reference whose engine is never unloaded, or None.
-        on_change: called whenever an engine is loaded or unloaded, with the ids of the references whose engines are now loaded.
+        on_change: called with the ids of all loaded references whenever an engine is loaded or unloaded.
         admit: called before other engines are unloaded to make room for a new engine; raises an error if the new engine cannot
             be loaded.
     """
@@ -270,7 +270,7 @@ class EngineLoop:
     def forget(self, request_id: str) -> None:
         """Remove a request that no client is waiting for any more.
 
-        If the engine is already computing the request, it finishes the request.
+        A request that the engine has already started is still finished.
         """
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
@@ -303,7 +303,7 @@ class EngineLoop:
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
         """Return the engine of a reference, loading it if necessary.
 
-        Call only those methods of the returned engine that do not run a forward pass.
+        Use the returned engine only for calls that run no forward pass.
 
         Raise the same errors as `flow`.
         """
@@ -352,8 +352,8 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, `flow` raises
-        DeviceLostError in the job's thread, so that the job can commit the values computed so far.
+        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, the job's thread gets
+        DeviceLostError, so that it can commit the values computed so far.
         """
         try:
             self._take_turns()

@@ -70,7 +70,7 @@ class Helpers:
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. This method does nothing: a job needs no helpers, because its own worker can compute everything."""
+        """See Workers.look. Does nothing, because a job needs no helpers: its own worker can compute everything."""
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle a frame about a helper. Ignore frames about other jobs, because those jobs have ended."""
@@ -142,7 +142,7 @@ class _Helper:
         return settled(None)
 
     def end(self) -> None:
-        """See Worker.end. This method does nothing, because the service owns the helper's process."""
+        """See Worker.end. Does nothing, because the process belongs to the service."""
 
 
 def encoded(value: Any) -> Any:

@@ -113,7 +113,7 @@ class Progress(ProgressCallbacks):
     """Progress of a running job, reported at most four times per second, and after each commit.
 
     Attributes:
-        problems: dict from row number to the reason why the row has no values.
+        problems: reason why a row has no values, by row number.
 
     Args:
         job: the job's callbacks. Only `report` and `check` are called.

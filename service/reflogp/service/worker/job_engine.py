@@ -25,8 +25,7 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine itself calls only those methods of this engine that do not run a
-            forward pass.
+        engine: the engine that the loop uses. JobEngine itself only calls methods of this engine that run no forward pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
@@ -75,14 +74,14 @@ class JobEngine:
         return self._engine.provenance()
 
     def operations(self) -> Operations:
-        """See Engine.operations. The operations of online requests are not counted."""
+        """See Engine.operations. Only this job's passes are counted."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
 
     def close(self) -> None:
-        """This method does nothing, because the loop owns the engine and closes it."""
+        """Does nothing, because the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
         """Pass groups of sequences to the engine loop, and yield the outcomes.
@@ -172,7 +171,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    This way, each death of a worker at least halves the number of suspects.
+    Each time a worker dies, the number of suspects is then at least halved.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2

@@ -1,7 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the latest
-snapshot of the store.
+At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the store's
+snapshot at that time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DROPPED = "dropped because the prompt alone fills max_length; the trainer drops
 
 @dataclass(order=True)
 class _Candidate:
-    """A row that may be an outlier. A larger `rank` means a stronger outlier."""
+    """A row that may be an outlier. The larger its `rank`, the stronger the outlier."""
 
     rank: float
     row: int
@@ -162,8 +162,8 @@ def write_result(
     The result has one row for each row of the dataset, in dataset order, or two rows for each preference pair if the job's
     format is kto. Its columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs
     (float32) and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The
-    metadata has the same two entries as in files written by `reflogp join`: `reflogp` describes the reference and settings used
-    to compute the values, and `reflogp.coverage` counts the rows that have values.
+    metadata is the same as in files written by `reflogp join`: `reflogp` describes the reference and settings used to compute
+    the values, and `reflogp.coverage` counts the rows that have values.
 
     Args:
         problems: reason why a row could not be scored, by row number.
