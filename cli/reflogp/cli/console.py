@@ -74,12 +74,12 @@ err = SafeConsole(stderr=True)
 
 
 def missing_extra(extra: str, error: ImportError) -> ReflogpError:
-    """Return the error to raise when the extra that a subcommand needs is not installed."""
+    """Return the error to raise if a subcommand needs an extra that is not installed."""
     return ReflogpError(f"this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})")
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows are dropped because of --max-length. Dropped rows are not an error."""
+    """Print how many rows are dropped because of --max-length. This is not an error, because TRL drops these rows too."""
     if rows:
         err.print(f"{rows:,} rows are dropped, as in TRL, because the prompt alone fills --max-length", style="yellow")
 
@@ -133,7 +133,7 @@ class Bar(ProgressCallbacks):
         self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units of work are done (for example, bytes of weight files hashed)."""
+        """Show how far the hashing is: `done` of `total` units, such as bytes of weight files."""
         self._progress.update(self._task, completed=done, total=total)
 
     def line(self) -> str:
@@ -149,7 +149,7 @@ class Bar(ProgressCallbacks):
 
 
 class _Rows:
-    """Numbers of rows, each with a message. All rows are counted, but only the first few are stored, for printing."""
+    """A list of row numbers, each with a message. All rows are counted, but only the first few are stored, for printing."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []

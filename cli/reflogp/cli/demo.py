@@ -107,7 +107,7 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit found: "
+        f"Done in {time.monotonic() - started:.0f} s. The origin of the values and the results of the audit are in "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 
@@ -184,7 +184,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """A context manager that collects every language model that starts a forward pass in the block.
+    """A context manager that records every language model that runs a forward pass in the `with` block.
 
     It registers a forward pre-hook on all modules."""
 

@@ -52,10 +52,10 @@ def build_model(
     Args:
         folder: folder for config.json, model.safetensors and the tokenizer's files.
         conversations: conversations to train the tokenizer and the model on.
-        steps: number of next-token prediction training steps; 0 leaves the weights random.
+        steps: number of training steps with next-token prediction; 0 leaves the weights random.
         batch: number of conversations per step.
         seed: random seed for the weights and batches.
-        advance: called after each step with 1 and the number of tokens in the step.
+        advance: called after each step with the number of new steps (always 1) and the number of tokens in the step.
 
     Returns:
         The number of parameters.

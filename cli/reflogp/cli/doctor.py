@@ -1,4 +1,4 @@
-"""`reflogp doctor`: report what an installation can and cannot do, and the commands that fix problems."""
+"""`reflogp doctor`: show what works in an installation, what does not, and which commands fix the problems."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return the packages that an extra requires and that are missing, and those whose installed version is not allowed."""
+    """Return the packages of an extra that are missing or are installed in a version that the extra does not allow."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
@@ -185,8 +185,10 @@ def _model(model: str) -> Iterator[Finding]:
 
 
 def _largest_room() -> int | None:
-    """Return the free memory, in bytes, of the device that has the most, or None if torch or the service extra is not
-    installed."""
+    """Return the free memory, in bytes, of the device with the most free memory.
+
+    Return None if torch or the service extra is not installed.
+    """
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch

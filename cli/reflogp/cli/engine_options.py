@@ -83,7 +83,7 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="The reference that the server computes, if MODEL contains no weights: an id in the store, or a file written by "
+        help="Reference of the model on the server, if MODEL contains no weights: an id in the store, or a file written by "
         "`reflogp reference`. The reference's dtype is used. The server's values cannot be checked.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
@@ -107,9 +107,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the chosen engine with the given options. An option whose value is None was not given.
+    """Return the chosen engine with the given options. The value None means that an option was not given.
 
-    Raises UsageError if an option belongs to another engine or cannot be parsed.
+    Raises UsageError if an option cannot be parsed, or applies only to an engine that was not chosen.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
@@ -131,7 +131,7 @@ def engine_choice(
     if "patience" in chosen:
         chosen["patience_seconds"] = chosen.pop("patience")
     if name == "remote" and "url" not in chosen:
-        raise UsageError("--engine remote needs --url, the address of a vllm serve")
+        raise UsageError("--engine remote needs --url, the address of a running `vllm serve`")
     return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **chosen)
 
 

@@ -65,9 +65,9 @@ def export(
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
     Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
-    rows of the token ids that the stack itself produces (prompt_ids, chosen_ids, rejected_ids), in the order of its training
-    dataset. Every row needs values. If some rows have no values, this command lists these rows, writes nothing, and exits with
-    code 3.
+    a dataset of token ids (prompt_ids, chosen_ids, rejected_ids) that the stack itself produced, with the rows in the order of
+    the stack's training dataset. Every row needs values. If some rows have no values, this command lists these rows, writes
+    nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 
@@ -113,7 +113,7 @@ def _write(
 ) -> list[Path]:
     """Write a stack's files and return their paths.
 
-    Call `_check_options` first, to make sure that the options that the stack requires were given."""
+    Call `_check_options` first: this function assumes that all options required by the stack were given."""
     match stack:
         case "open-instruct":
             assert cache_hash is not None and loss_type is not None

@@ -56,7 +56,9 @@ def ls(
     url: Url,
     state: Annotated[str | None, typer.Option(help=f"List only jobs in this state: {', '.join(get_args(JobState))}.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs to list.")] = 20,
-    before: Annotated[str | None, typer.Option(help="List only jobs older than the job with this id.", metavar="ID")] = None,
+    before: Annotated[
+        str | None, typer.Option(help="List only jobs that were submitted before the job with this id.", metavar="ID")
+    ] = None,
     token: Token = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -144,7 +146,7 @@ def watched(client: Client, job: str) -> Job:
 
     If stderr is not a terminal, print each change of state, and the job's counts every 30 seconds.
 
-    All numbers come from the service, because watching may start or resume in the middle of a job.
+    The progress bar shows only numbers from the service, because watching may start or resume in the middle of a job.
     """
     columns = (
         SpinnerColumn(),
@@ -189,7 +191,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return the complete command line that runs a `reflogp jobs` subcommand for a job."""
+    """Return the complete shell command for a `reflogp jobs` subcommand and a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 

@@ -51,7 +51,7 @@ MaxLength = Annotated[
 TruncationMode = Annotated[
     str,
     typer.Option(
-        help="Which part of a sequence longer than --max-length to keep: keep_start, or keep_end (needs one scoring run per "
+        help="Part to keep of a sequence that exceeds --max-length: keep_start, or keep_end (needs one scoring run per "
         "max_length)."
     ),
 ]
@@ -88,7 +88,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the summary, or the 
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
-    """Return a Typer command whose first parameter is replaced with the options of `_score_arguments`.
+    """Return a function for Typer in which the options of `_score_arguments` replace the first parameter.
 
     In `--help`, required options come first, then the shared options, then the command's own options.
     """

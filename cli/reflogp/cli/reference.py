@@ -33,10 +33,10 @@ def reference(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return a model's local folder and its reference. If no dtype was given, print why the dtype was chosen.
+    """Return a model's local folder and its reference. If no dtype was given, print which dtype was chosen, and why.
 
-    If the digests of the weights are not cached, the weights are hashed, with a progress bar. `choose_reference` documents the
-    parameter `otherwise` and the errors.
+    If the digests of the weights are not cached, the weights are hashed, with a progress bar. For the parameter `otherwise` and
+    the errors, see `choose_reference`.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

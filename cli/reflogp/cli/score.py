@@ -160,7 +160,7 @@ def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
 
 
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """Create the scorer: one engine in this process, or several engines, each in its own process on one or more devices."""
+    """Create the scorer. It has one engine in this process, or several engines, each in a process of its own."""
     if devices is None:
         from reflogp.scoring.runs.local import LocalScorer
 
@@ -180,7 +180,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
     """While the block runs, stay connected to a Ray cluster.
 
-    Yield the engine choice with the device of the cluster's workers.
+    Yield the engine choice, changed to the device of the cluster's workers.
     """
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers

@@ -49,8 +49,8 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: nothing has been scored yet. The error contains the complete command for
-            scoring the dataset.
+        StoreNotFoundError, ReferenceNotFoundError: nothing has been scored yet. The error's message contains the complete
+            command that scores the dataset.
         StoreError: the snapshot cannot be read.
     """
     rows = open_rows(arguments)

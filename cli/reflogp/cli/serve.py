@@ -81,7 +81,9 @@ def token(
 ) -> None:
     """Create a bearer token.
 
-    The token is printed only once, followed by lines for the settings file, which contain only the token's digest."""
+    The token is printed only once. After it, this command prints lines for the settings file, which contain the token's digest
+    but not the token.
+    """
     try:
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES

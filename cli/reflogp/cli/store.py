@@ -122,7 +122,7 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into large shards that are sorted by key and contain each key once.
+    """Merge shards into larger ones, which are sorted by key and do not repeat a key.
 
     Other processes may read and write at the same time. Scoring merges small shards automatically; this command compacts the
     whole table. The replaced shards remain until `reflogp store vacuum` deletes them.
@@ -152,19 +152,18 @@ def vacuum_(
     reference: ReferenceId = None,
     retention_hours: Annotated[
         int,
-        typer.Option(
-            min=0, help="Keep files that are newer than this many hours, because readers of older snapshots may need them."
-        ),
+        typer.Option(min=0, help="Keep files for this many hours, because readers of older snapshots may still need them."),
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, but delete nothing.")] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Allow a retention of 0. Use this only if no other process uses the store.")
+        bool,
+        typer.Option("--alone", help="Allow a retention period of 0 hours. Use this only if no other process uses the store."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete shards replaced by compaction, and files left behind by crashed writers, after the retention period.
 
-    Snapshots that need a deleted shard can no longer be read. Trying to read such a snapshot raises an error that explains why.
+    Snapshots that need a deleted shard can no longer be read. An attempt to read one fails with an error that explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -230,7 +229,7 @@ def push(
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Push even if the repository is damaged or has rows that the snapshot does not have."),
+        typer.Option("--replace", help="Push even if the repository is damaged or contains rows that are not in the snapshot."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -307,8 +306,8 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. `holder` is what can contain only one reference, as the error
-        message names it (for example, "an export").
+        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: the thing that
+        can contain only one reference, such as "an export".
         """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
@@ -318,8 +317,8 @@ class _Tables:
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Call `work` for every table and return the results.
 
-        If there are several tables, print an error as one sentence and continue with the next table. If there is only one
-        table, raise its error.
+        If `work` fails for one of several tables, print the error as one sentence and continue with the next table. If there is
+        only one table, raise the error.
         """
         done = []
         for reference in self.references:

@@ -49,7 +49,7 @@ def submit(
     ] = None,
     max_length: options.MaxLength = None,
     truncation_mode: Annotated[
-        TruncationMode, typer.Option(help="Which part of a sequence longer than --max-length to keep.")
+        TruncationMode, typer.Option(help="Part to keep of a sequence that exceeds --max-length.")
     ] = "keep_start",
     ld_alpha: Annotated[
         float | None,

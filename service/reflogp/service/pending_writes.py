@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once writing this progress has begun."""
+    """The latest progress of a job. `begun` is True once there was an attempt to write it to the ledger."""
 
     progress: JobProgress
     committed: bool
@@ -53,7 +53,7 @@ class PendingWrites:
     """A queue of writes that record the progress and final states of jobs.
 
     Args:
-        ledger: the ledger to write to. Its methods are called in threads.
+        ledger: the ledger to write to. PendingWrites calls the ledger's methods in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -92,7 +92,7 @@ class WorkerHandle:
 
     @property
     def outgoing_bytes(self) -> int:
-        """Number of bytes sent or queued for the worker that it has not read yet."""
+        """Number of bytes that the worker has still to read: those already sent, and those queued."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
@@ -120,7 +120,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping, or, if the last ping is still unanswered, add `passed` to `silent_seconds` instead."""
+        """Send a ping if the last ping was answered. Otherwise, add `passed` (in seconds) to `silent_seconds`."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -147,10 +147,9 @@ class Pool:
         on_death: called when a worker's process has ended, with the reason; never called while the pool is closing.
         max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
             operating system does not kill some other process.
-        silence_seconds: time after which a worker that does not answer pings is killed. For a worker that is still starting,
-            the time is ten times as long.
-        max_pass_seconds: time after which a worker whose engine is still computing the same forward pass is killed, or None for
-            no limit.
+        silence_seconds: maximum time that a worker may take to answer a ping before it is killed. A worker that is still
+            starting may take ten times as long.
+        max_pass_seconds: maximum duration of a forward pass, or None for no limit. A worker whose pass takes longer is killed.
     """
 
     def __init__(

@@ -174,10 +174,10 @@ class Precompute:
             request: the requested job.
             who: name of the submitter.
             idempotency_key: identifies the job, together with `who`. If None, the job is identified by its content.
-            received: (file, sha256) of the dataset, if it was sent as the request body.
+            received: path and SHA-256 digest of the dataset's file if the dataset was sent as the request body, otherwise None.
 
         Returns:
-            The job, and whether it is a new one.
+            The job, and True if it is new or False if it already existed.
 
         Raises:
             LedgerError: the ledger cannot be used.
@@ -322,7 +322,7 @@ class Precompute:
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         """Handle a frame from a worker.
 
-        The frame reports on the worker's job, is addressed to another worker, or says that the worker is ready.
+        Such a frame reports on the worker's job, carries a message for another worker, or says that the worker is ready.
         """
         if self._helping.on_frame(worker, message, body):
             return
@@ -345,8 +345,7 @@ class Precompute:
         """Handle the end of a worker's process: queue its job again, or fail the job if its workers have died too often.
 
         Args:
-            blame: False if the worker was computing an online request when it died, in which case its job did not cause the
-                death.
+            blame: False if the worker died while it was computing an online request; the job is then not to blame.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
@@ -386,8 +385,8 @@ class Precompute:
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
         """Take a job off its worker and record the job's new state.
 
-        The write is queued before the job is removed from `_running`, so that `_requeue_lost` does not take the job for a lost
-        one.
+        The write is queued before the job is removed from `_running`, so that `_requeue_lost` does not mistake the job for a
+        lost one.
         """
         job = running.claim.id
         recorded = self._pending.put(job, *write)
@@ -400,7 +399,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the write to the ledger that records how a job ended on its worker."""
+        """Return the ledger write that records how the worker's run of a job ended."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -418,7 +417,7 @@ class Precompute:
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
-        """Return the write to the ledger that queues a running job again and records the reason."""
+        """Return the ledger write that puts a running job back into the queue and records the reason."""
         logger.info("job queued again: %s", note, extra={"job": job})
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
@@ -451,7 +450,7 @@ class Precompute:
         self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
 
     def _assign(self) -> None:
-        """Make the background tasks check for jobs that can start and for datasets to fetch."""
+        """Wake the background tasks that start jobs and fetch datasets."""
         self._wanted.set()
         self._fetching.look()
 

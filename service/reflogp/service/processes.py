@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return how many bytes were sent to the process but, as far as is known, have not been read by it yet."""
+        """Return the number of bytes that were sent to the process and are not yet known to have been read."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None when the process has ended."""

@@ -62,7 +62,7 @@ class Relay:
         return self._process.pid
 
     async def send(self, data: bytes) -> None:
-        """Write data to the process's stdin. If the process has ended, do nothing, because `receive` reports that."""
+        """Write data to the process's stdin. If the process has ended, do nothing; `receive` reports its end."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -160,7 +160,9 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """Send queued bytes one call at a time, because concurrent calls to an asynchronous actor are not ordered."""
+        """Send queued bytes to the relay. Each call waits for the previous one, because the relay may run concurrent calls in
+        any order.
+        """
         with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:
                 data = [await self._outgoing.get()]
@@ -227,7 +229,7 @@ class RayWorkers:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker has not started yet: the Ray cluster has %s", describe_cluster())
+            logger.warning("a worker is still waiting for resources; the Ray cluster has %s", describe_cluster())
         return str(await placing)
 
 
@@ -235,10 +237,10 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     """Connect to a Ray cluster and return the object that starts the service's workers there.
 
     Args:
-        address: "auto", host:port, ray://host:port or "local"; None uses $RAY_ADDRESS, or this machine if $RAY_ADDRESS is not
-            set.
+        address: "auto", host:port, ray://host:port or "local"; None means the address in $RAY_ADDRESS or, if that is not set,
+            this machine.
         device: auto, cpu or cuda.
-        count: number of workers, or None for as many as the cluster currently has resources for.
+        count: number of workers; None means as many workers as the cluster's current resources allow.
         store: URI of the store.
         state: state folder of the service.
 

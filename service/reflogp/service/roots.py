@@ -1,4 +1,4 @@
-"""Resolve dataset paths from requests, but only inside the root folders that an administrator has allowed.
+"""Resolve the dataset paths in requests, and reject paths outside the root folders that an administrator has allowed.
 
 These functions block. A path is resolved when its job is submitted, and again when the job starts. The worker also opens the
 files through `confined_paths`, and accepts them only if their content has the digest that `resolve_path` returned.
@@ -23,7 +23,8 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
 
     For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative names and sha256 digests of the
-    dataset files in the folder. Hidden files and files with other suffixes are ignored, because they are not read.
+    dataset files in the folder. Hidden files, and files without the suffix of a dataset format, do not count, because jobs do
+    not read them.
 
     Raises:
         Problem: 403 if the path is hidden or not inside an allowed root folder, 404 if it does not exist, 409 if it is being

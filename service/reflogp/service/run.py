@@ -1,9 +1,10 @@
 """Set up logging and run a service with uvicorn until SIGTERM or Ctrl-C.
 
-The log consists of readable lines or, for programs, of one JSON object per line. Records about a job include the job's id.
+The log consists of lines of text or, with the setting `log_format = "json"`, of one JSON object per line. Records about a job
+include the job's id.
 
 When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests are given time
-to finish. Then jobs commit the values they have computed, and the workers exit.
+to finish. After that, running jobs commit the values that they have computed so far, and the workers exit.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ReferenceSettings(BaseModel):
     """Settings of a reference model that the service offers under a name."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
+    model: str = Field(description="Folder with config.json and safetensors files, a PEFT adapter's folder, or a hub id.")
     dtype: str = Field(
         "bfloat16",
         description="Compute dtype: bfloat16, float32 or float16; bfloat16-autocast or float16-autocast (float32 weights under "
@@ -176,8 +176,8 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Number of days after which ended jobs, their results, and files that no upload or job refers to are "
-        "deleted.",
+        description="Number of days before data is deleted: ended jobs, their results, and files that no upload or job refers "
+        "to.",
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
@@ -266,7 +266,7 @@ class ServerSettings(BaseSettings):
     deadline_seconds: float = Field(300.0, gt=0, description="Deadline in seconds for requests without deadline_ms.")
     # datasets
     dataset_roots: list[Path] = Field(
-        default_factory=list, description="Folders whose files and subfolders jobs may name as datasets. Default: none."
+        default_factory=list, description="Folders with datasets. Jobs may name any file or subfolder in them. Default: none."
     )
     dataset_uris: list[str] = Field(
         default_factory=list,
@@ -290,7 +290,7 @@ class ServerSettings(BaseSettings):
     body_idle_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum time in seconds without data from the sender. After that, the upload or fetch is stopped.",
+        description="Maximum time in seconds that an upload or fetch may go without receiving data before it is stopped.",
     )
     max_row_bytes: int = Field(
         64 << 20, gt=0, description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows."
@@ -368,7 +368,7 @@ class ServerSettings(BaseSettings):
 
 
 def _said(error: ErrorDetails) -> str:
-    """Return an error message for an invalid setting."""
+    """Return the text that says which setting is invalid, and why."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting"

@@ -1,10 +1,11 @@
 """Reject requests from other sites' pages, and add security headers to every response.
 
 Any page can make a browser send requests to this service. The browser may be behind a firewall, and it attaches this service's
-cookies. Three headers show whether a request comes from another site's page, or from our own pages or a program:
+cookies. Three headers show whether a request comes from a page of another site, rather than from a page of ours or from a
+program:
 
-- Host is the host name in the request's URL. Host names that an attacker owns and makes resolve to 127.0.0.1 (DNS rebinding)
-  are rejected.
+- Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
+  rebinding), so unknown host names are rejected.
 - Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over
   HTTPS and to loopback addresses.
 - Origin is the page's site. Browsers send Origin with every request that can change something.
@@ -138,7 +139,7 @@ def is_of_own_page(headers: Headers) -> bool:
 
 
 def _names(origin: str, headers: Headers) -> bool:
-    """Return whether an origin matches the request's host and port, as given by Host or a proxy's X-Forwarded-Host.
+    """Return True if an origin has the host and port of the request (from Host or, behind a proxy, X-Forwarded-Host).
 
     Pages cannot make a browser send X-Forwarded-Host to another site, because the browser would first send a preflight request,
     which this service always rejects.
@@ -152,7 +153,7 @@ def _names(origin: str, headers: Headers) -> bool:
 
 
 def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """Parse the authority part of a URL. Return (host, port), or None if it is invalid."""
+    """Parse the authority part of a URL. Return the host and port, or None if the text is invalid."""
     found = _HOST.fullmatch(authority)
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 

@@ -1,7 +1,8 @@
 """Keep uploaded dataset files in one folder.
 
 Each file is named after its digest, so that a new upload does not affect readers of the old file. The ledger maps upload names
-to files. At any time, only one UploadFolder may use the folder. All methods except `receive` and `receive_nameless` block.
+to files. At any time, only one UploadFolder may use the folder. All methods except `receive` and `receive_nameless` are
+blocking calls.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class UploadFolder:
             raise _unknown(name)
 
     def resolve(self, name: str) -> tuple[Path, str]:
-        """Return (file, sha256) of an upload, for use by a job.
+        """Return the path and SHA-256 digest of an upload's file, for use by a job.
 
         Raise Problem 404 if the name is unknown or its file does not exist.
         """
@@ -177,12 +178,13 @@ class UploadFolder:
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete unreferenced files that were last received or resolved before `older_than`.
+        """Delete unreferenced files that were last received, or last returned by `resolve`, before `older_than`.
 
         Return the number of deleted files.
 
         A file is referenced if it is used by an upload, or by a job that is not done. A failed or cancelled job still uses its
-        file, because it can be retried. Files that were received or resolved within the last ten minutes are never deleted.
+        file, because the job can be retried. Files that were received, or returned by `resolve`, within the last ten minutes
+        are never deleted.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()

@@ -20,10 +20,13 @@ _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 
 
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
-    """Write each row's own fields, and its sums in nats as reference_score_chosen and reference_score_rejected.
+    """Write one JSON line per row: the dataset's own fields, and the row's log-prob sums (in nats).
 
-    Raises UsageError if the output name does not end in .jsonl, if rows lack the fields that fairseq2 reads, if sums may
-    exclude a completion's last tokens, or if sums are 0, which fairseq2's reader treats as missing (`all(scores)` for a batch).
+    The sums are in the fields reference_score_chosen and reference_score_rejected.
+
+    Raises UsageError if the name of the output file does not end in .jsonl, if rows lack the fields that fairseq2 reads, if
+    sums may exclude a completion's last tokens, or if sums are 0. fairseq2's reader treats a sum of 0 as missing (`all(scores)`
+    for a batch).
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")

@@ -132,7 +132,10 @@ def _as_usage_error(file: Path) -> Iterator[None]:
 
 
 def _refuse_rows_without_values(file: Path, table: pa.Table, rows: npt.NDArray[np.int64], expected: int) -> None:
-    """Raise RowsWithoutValuesError if rows are null (in a job's result) or missing (from a joined file)."""
+    """Raise RowsWithoutValuesError if any rows have no values.
+
+    In a job's result, the values of such rows are null; in a joined file, the rows are missing.
+    """
     null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
     reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
     if "error" in table.column_names:

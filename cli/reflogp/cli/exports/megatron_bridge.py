@@ -31,7 +31,7 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact with pair_id 0 to n-1.
+    """Write an artifact for n pairs, which have the `pair_id` values 0 to n-1.
 
     Each record contains the log-prob sum (in nats) and the token count of each completion.
 

@@ -28,8 +28,8 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
     """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), by row.
 
-    The values are sums for dpo and wpo, and means over the completion's tokens for dpo_norm, as open-instruct defines in
-    DPOLossType.is_average_loss.
+    For the losses dpo and wpo, the values are sums; for dpo_norm, they are means over the completion's tokens. open-instruct
+    makes this distinction in DPOLossType.is_average_loss.
 
     Args:
         pairs: the pairs to write.
@@ -38,8 +38,8 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         loss_type: the run's loss.
 
     Raises:
-        UsageError: the hash is invalid, the values were joined with keep_end, or the mean of a completion without tokens is
-            needed.
+        UsageError: the hash is invalid, the values were joined with keep_end, or the loss needs means but a completion has no
+            tokens.
         ImportError: torch is not installed.
     """
     import torch

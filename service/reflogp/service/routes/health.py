@@ -21,7 +21,7 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="ok in the response to /healthz, ready in the response to /readyz.")
+    status: str = Field(description="The word `ok` in a response from /healthz, or `ready` in one from /readyz.")
     version: str = Field(description="Version of reflogp.")
 
 
@@ -43,8 +43,8 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     async def readyz() -> Health:
         """Return 200 if the store can be read, the job ledger can be written, and a worker responds.
 
-        While workers are starting, return 503 with an explanation. A service without reference models is ready without a
-        worker.
+        While workers are starting, return 503 with an explanation. If the service has no reference models, it is ready even
+        though it has no workers.
         """
         try:
             await to_thread.run_sync(context.registry.list)

@@ -110,13 +110,14 @@ def jobs_router(context: Context) -> APIRouter:
         request: Request,
         state: Annotated[JobState | None, Query(description="List only jobs in this state.")] = None,
         before: Annotated[
-            str | None, Query(max_length=64, description="List only jobs older than the job with this id.")
+            str | None, Query(max_length=64, description="Id of a job. List only jobs that were submitted before it.")
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs on a page.")] = 50,
     ) -> Response:
         """List jobs, newest first.
 
-        A page may have fewer than `limit` jobs if their JSON is long. To get the next page, pass `next_before` as `before`.
+        If the JSON of the jobs is long, a page contains fewer than `limit` jobs. To get the next page, pass `next_before` as
+        `before`.
         """
         await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
@@ -164,7 +165,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         status_code=202,
         summary="Cancel a job",
-        response_description="The job, which has been cancelled or is about to be.",
+        response_description="The job. If it was running, it may end a little later.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -237,7 +238,10 @@ def jobs_router(context: Context) -> APIRouter:
 
 
 def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
-    """Return a page of jobs as JSON. Read jobs in small batches until the page has `limit` jobs or _PAGE_BYTES."""
+    """Return a page of jobs as JSON.
+
+    Read jobs in small batches until the page contains `limit` jobs or _PAGE_BYTES bytes of JSON.
+    """
     jobs: list[str] = []
     size = 0
     while True:

@@ -54,7 +54,7 @@ class ReferenceInfo(BaseModel):
 
     name: str | None = Field(description="Name in the service's settings, or null if the reference is only in the store.")
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    model: str = Field(description="Folder name or hub id of the model, as given when the reference was first described.")
+    model: str = Field(description="Folder name or hub id of the model. If it was used under several names, the first of them.")
     dtype: str = Field(description="Compute dtype of the model.")
     lm_head_dtype: str = Field(description="Dtype used to compute the logits.")
     snapshot: int | None = Field(description="Number of the latest snapshot, or null if nothing has been scored.")
@@ -106,7 +106,7 @@ def lookups_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 503),
     )
     async def references() -> References:
-        """List all references that can be looked up: those named in the settings, and any others in the store."""
+        """List all references: those named in the settings, and any others in the store."""
 
         def described() -> list[ReferenceInfo]:
             return [
@@ -135,10 +135,10 @@ def lookups_router(context: Context) -> APIRouter:
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the number of bytes to reserve when token values are also read.
+        """Return the number of bytes to reserve for a lookup that also reads token values.
 
-        Row groups are always read as a whole. If a row group needs more memory than one request may reserve, return the most
-        that one request may reserve.
+        Row groups are always read as a whole. The result is limited to what one request may reserve, even if a row group needs
+        more.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 

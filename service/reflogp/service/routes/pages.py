@@ -1,6 +1,6 @@
 """Serve the web pages: the list of jobs, a page for each job, references, the store, API documentation and sign-in.
 
-Pages are rendered on the server. In the browser, a script only updates the pages that are shown.
+Pages are rendered on the server. In the browser, a script keeps the open page up to date.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ def _shown(value: object) -> object:
 def _local(target: str) -> str:
     """Return `target` if it is a path on this service; otherwise return the path of the list of jobs.
 
-    Browsers treat a backslash as a slash, ignore tabs and line ends, and treat //host as a URL of another site.
+    Some targets look like local paths, but browsers open another site: they treat //host as a URL of that host, read a
+    backslash as a slash, and ignore tabs and line ends. Such targets are rejected.
     """
     fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fits else "/"

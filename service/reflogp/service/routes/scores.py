@@ -75,7 +75,9 @@ class ScoreAnswer(BaseModel):
     )
     queue_seconds: float = Field(description="Seconds that the request waited in the worker's queue.")
     token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")
-    errors: list[str | None] = Field(description="For each sequence, the reason why it has no values, or null.")
+    errors: list[str | None] = Field(
+        description="For each sequence, the reason why it has no values, or null if it has values."
+    )
 
 
 def scores_router(context: Context) -> APIRouter:
@@ -100,7 +102,7 @@ def scores_router(context: Context) -> APIRouter:
         reference: Annotated[
             str, Query(max_length=200, description="Name or id of a reference. The service must have its model.")
         ],
-        temperature: Annotated[float, Query(ge=0.01, le=100, description="Number to divide the logits by.")] = 1.0,
+        temperature: Annotated[float, Query(ge=0.01, le=100, description="Temperature: the logits are divided by it.")] = 1.0,
         cache_read: Annotated[
             bool, Query(description="Whether to return stored values (only at temperature 1 and without a mask).")
         ] = True,
@@ -117,8 +119,8 @@ def scores_router(context: Context) -> APIRouter:
         response is an Arrow stream with the columns `token_logps` and `error`. The response's schema metadata contains
         reference_id, snapshot, hits, engine_seconds and queue_seconds.
 
-        If there is a third column, `attention_mask` (0 or 1 for each token of the prompt and completion), the sequences are
-        rows of a padded batch, including padding tokens. These rows are scored with the model's own forward pass, using this
+        If there is a third column, `attention_mask` (0 or 1 for each token of the prompt and completion), each sequence is a
+        row of a padded batch and may contain padding tokens. The rows are scored with the model's own forward pass, using this
         mask and the model's default positions.
 
         If the request body is JSON, so is the response. If a sequence cannot be scored, its entry contains an error; the other

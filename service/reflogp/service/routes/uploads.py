@@ -64,7 +64,8 @@ def uploads_router(context: Context) -> APIRouter:
         The content type is application/octet-stream or the media type of the file. The suffix of the upload's name determines
         the file's format.
 
-        If there was an earlier upload with the same name, jobs submitted with it still read the earlier file.
+        If the new file replaces an earlier upload with the same name, jobs that were submitted with the earlier upload still
+        read its file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")

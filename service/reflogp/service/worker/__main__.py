@@ -1,6 +1,7 @@
 """Run a worker process.
 
-The process reads frames from stdin and writes frames to stdout, until the service sends `exit` or ends.
+The process reads frames from stdin and writes frames to stdout. It runs until the service sends the frame `exit`, or until the
+service itself ends.
 
 The process has four threads. The main thread owns the engines and alternates between online requests and a job. Each of the
 other three threads has one task: reading frames, running jobs, or committing the values of online requests. Start the process
@@ -63,9 +64,9 @@ class _Ordered:
     """An order from the service to run a job, or to help with another worker's job.
 
     Attributes:
-        helpers: workers that help with the job, or None if this is itself an order to help.
-        why: reason why the worker must stop carrying out the order, or None to continue.
-        asked: requests from the worker that runs the job; used only if this is an order to help.
+        helpers: workers that help with the job to be run; None if the order is to help with another worker's job.
+        why: reason why the worker must stop carrying out the order, or None if it may continue.
+        asked: requests from the worker that runs the job; used only if the order is to help with another worker's job.
     """
 
     order: JobOrder | HelpOrder
@@ -152,7 +153,7 @@ class Worker:
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """Wait until a job that has lost its device has committed the values it computed."""
+        """If the job has lost its device, wait until it has committed the values that were already computed."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -272,7 +273,10 @@ class Worker:
             return message | {"end": "failed", "error": _unexpected(ordered, error)}
 
     def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job and return the frame that reports the end. Raise DeviceLostError if a forward pass fails."""
+        """Help with a job, and return the frame that tells the service that this worker has stopped helping.
+
+        Raise DeviceLostError if a forward pass fails.
+        """
         order, text = ordered.order, None
         try:
             reference = self._reference(order.reference_id)
@@ -327,7 +331,7 @@ class Worker:
         same content.
 
         Whenever the model is loaded, `_admit` and EngineChoice.make check again that the folder still has this content. Raise
-        ContentMismatchError if the folder contains a different reference.
+        ContentMismatchError if the content of the folder does not match the id.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -348,7 +352,7 @@ class Worker:
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check that a model can be loaded before unloading other models to make room for it.
+        """Check that a model can be loaded. This check precedes the unloading of other models to make room for it.
 
         Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the model
         does not fit on the device.

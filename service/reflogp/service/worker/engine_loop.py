@@ -189,7 +189,10 @@ class Engines:
         return self._movable()[: max(0, too_many)]
 
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
-        """Return whether an engine has been loaded or idle long enough to be unloaded in favour of another engine."""
+        """Return True if an engine may be unloaded in favour of another engine.
+
+        This is the case if it was loaded at least `resident_seconds` ago or last used at least `idle_seconds` ago.
+        """
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
@@ -197,8 +200,8 @@ class Engines:
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
         """Load an engine without unloading other engines. If memory runs out and other engines can be unloaded, return None.
 
-        None is returned instead of raising OutOfMemoryError, because the error's traceback would keep the loaded parts of the
-        model in memory.
+        In that case, the method does not raise OutOfMemoryError, because the error's traceback would refer to the partly loaded
+        model and so prevent its memory from being freed.
         """
         try:
             return self._make(reference_id)
@@ -225,8 +228,8 @@ class EngineLoop:
         engines: engines of the device.
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
-        window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
-            recently overlapped.
+        window_seconds: time that a request waits for other requests to join its round. A request waits only if, shortly before,
+            one request arrived while another was still waiting or being computed.
     """
 
     def __init__(
@@ -286,7 +289,8 @@ class EngineLoop:
         Args:
             groups: groups of sequences. The iterable must not block, because the thread that owns the engine reads it. When no
                 sequences are available yet, it yields an empty group.
-            before: called before each pass, in the thread that owns the engine, with the numbers of the sequences in the pass.
+            before: called before each pass, in the thread that owns the engine, with the indices of the pass's sequences among
+                all sequences in `groups`.
             check: called repeatedly while waiting; raises an error to stop the job.
 
         Raises:
@@ -403,10 +407,10 @@ class EngineLoop:
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """Return the job's work if its next pass may be computed now, else None.
+        """Return the job's work if the loop should compute a pass of it now, otherwise None.
 
-        The next pass may be computed if the job may have unscored sequences, its thread has read enough of the earlier results,
-        and its model is loaded or may be loaded now.
+        No pass should be computed while the job waits for new sequences to be read, while its thread still has _AHEAD results
+        to read, or while another model would have to be unloaded first but was loaded and used too recently for that.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

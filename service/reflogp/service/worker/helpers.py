@@ -39,7 +39,7 @@ class Helpers:
 
     Attributes:
         count: number of workers that are helping with the job.
-        may_come: value of the argument `may_come`.
+        may_come: True if other workers may join as helpers, as passed to the constructor.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
@@ -184,7 +184,7 @@ def help_with(
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: image processors of the model.
 
-    Raise errors from `check`, from the engine and from the store.
+    This function passes on the errors raised by `check`, by the engine and by the store.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)

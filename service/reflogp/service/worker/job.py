@@ -97,8 +97,8 @@ class JobCallbacks:
     """Callbacks of a running job.
 
     Attributes:
-        report: called with two arguments: progress in the form used by the HTTP response, and whether values have been
-            committed since the last call.
+        report: called with the job's progress (a dict with the fields of the HTTP response), and with True if values have been
+            committed since the last call, otherwise False.
         announce: called with the keys (hex) of the sequences that are being computed on the device.
         check: called at every step; raises JobStoppedError to stop the job. Values computed before the job stops are still
             committed.
@@ -151,7 +151,8 @@ class Progress(ProgressCallbacks):
     def bad_row(self, row: int, problem: str) -> None:
         """Record why a row has no values.
 
-        Identical messages are stored only once. After 10,000 different messages, a generic message replaces any new one.
+        Identical messages are stored only once. Once there are 10,000 different messages, a generic message is recorded instead
+        of each further one.
         """
         problem = shortened(problem)
         if problem not in self._texts:
@@ -215,9 +216,9 @@ def run_job(
 
     The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the
     model's folder when the job starts. If a dataset or tokenizer file is modified while the job runs, the job starts over;
-    it fails if the dataset's content has changed. Values computed before a file was modified stay valid, because keys are
-    computed from token ids and each reference has its own table. The digest does not cover images that rows name by path,
-    but the keys depend on the images' pixels.
+    it fails if the dataset's content has changed. Values computed before a file was modified stay valid, because each value is
+    stored under a key computed from the token ids, in a table of the reference. The digest does not cover images that rows name
+    by path; if such an image changes, its rows get other keys, because keys also depend on the images' pixels.
 
     Args:
         helpers: other workers that score parts of the job.

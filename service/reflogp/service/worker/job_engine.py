@@ -29,7 +29,7 @@ class JobEngine:
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
+        poison: sequences that must not be scored because they killed workers: a dict from key (hex) to reason.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.
@@ -84,9 +84,9 @@ class JobEngine:
         """Does nothing, because the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Have the engine loop score groups of sequences, and yield the outcomes.
+        """Pass groups of sequences to the engine loop, and yield the outcomes.
 
-        Announce which sequences are on the device.
+        Meanwhile, announce which of these sequences are being computed on the device.
         """
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()

@@ -43,7 +43,7 @@ class WorkerConfiguration:
         workers: number of workers in the service.
         sharing: number of workers that share the machine's CPU cores.
         token_budget: maximum number of tokens in one forward pass, or "auto".
-        models: reference id -> configuration of the reference's model.
+        models: configuration of each reference's model, by reference id.
         capacity: maximum number of loaded engines.
         pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
         store: URI of the store.
@@ -79,7 +79,7 @@ class HelpOrder:
     """An order from the service to a worker to help with another worker's job.
 
     Attributes:
-        poison: for each sequence that is not scored because it killed workers, its key (hex) and the reason.
+        poison: sequences that must not be scored because they killed workers: a dict from key (hex) to reason.
     """
 
     job: str

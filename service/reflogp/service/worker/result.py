@@ -159,11 +159,11 @@ def write_result(
 ) -> None:
     """Write a job's result and report. Each file appears under its final name only when it is complete.
 
-    The result has one row for each row of the dataset, in dataset order, or two rows for a pair that was unpaired for KTO. Its
-    columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs (float32) and the
-    number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The metadata is the
-    same as in files written by `reflogp join`: `reflogp` describes the reference and settings used to compute the values, and
-    `reflogp.coverage` counts the rows that have values.
+    The result has one row for each row of the dataset, in dataset order, or two rows for each preference pair if the job's
+    format is kto. Its columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs
+    (float32) and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The
+    metadata is the same as in files written by `reflogp join`: `reflogp` describes the reference and settings used to compute
+    the values, and `reflogp.coverage` counts the rows that have values.
 
     Args:
         problems: reason why a row could not be scored, by row number.
@@ -209,9 +209,9 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of rows that has completions, with the unreadable rows since the previous group.
+    """Yield each group of rows that has completions, together with the unreadable rows that precede it or are in it.
 
-    The unreadable rows are a dict from row number to the problem with the row.
+    The unreadable rows are given as a dict from row number to problem.
     """
     unread: dict[int, str] = {}
     for window in dataset:

@@ -58,9 +58,9 @@ class WriteBack:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Queue values computed at temperature 1 for the next commit.
+        """Queue values for the next commit. They must have been computed at temperature 1.
 
-        Drop the values if more than _MOST_TOKENS tokens would then be waiting.
+        Drop the values if otherwise more than _MOST_TOKENS tokens would be waiting.
         """
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
