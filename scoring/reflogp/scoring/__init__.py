@@ -24,7 +24,7 @@ __all__ = ["EngineChoice", "Sequence", "TorchEngine", "join", "report", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, importing the module that defines it on first access."""
+    """Return the object with this public name; the module that defines it is imported on first access."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -150,7 +150,7 @@ def join(
 
     Returns:
         A dataset of the same type with the new columns, or a Dataset for a path or hub name. A stream (IterableDataset) is
-        joined in a single process while it is read, so errors about its rows are raised only while it is read.
+        joined while it is read, in a single process, and errors about its rows are raised only then.
 
     Raises:
         NotScoredError: some rows have no values or cannot be used. The message lists the rows.
@@ -256,7 +256,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that record the reasons why rows cannot be used.
 
     Args:
-        problems: a dict to fill: row number -> problem, for the first ten bad rows.
+        problems: dict to which the row numbers and problems of the first ten bad rows are added.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:

@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can switch between callers after each pass. A service's workers need this kind of engine.
+    """An engine that can score for a different caller after each pass. A service's workers need this kind of engine.
 
     Attributes:
         token_budget: approximate number of tokens up to which merging requests into one pass saves time.
@@ -76,7 +76,7 @@ class PassEngine(Engine, Protocol):
         """Score sequences, except those whose index is in `skip`.
 
         Before each pass, call `before` with the indices of the pass's sequences. After each pass, yield a list with the index
-        and the outcome of each of these sequences.
+        and the outcome of each sequence in the pass.
         """
 
     def flow(
@@ -111,7 +111,8 @@ class EngineChoice:
         served_model: for remote, the server's name for the model; None if the server has only one model.
         concurrency: for remote, the maximum number of simultaneous requests.
         patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
-        check_claim: for remote, True compares the server's values with values computed from the local weights before scoring.
+        check_claim: for remote, whether to compare some of the server's values with values from the local weights before
+            scoring.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -134,7 +135,10 @@ class EngineChoice:
     check_claim: bool = True
 
     def gpus(self) -> int:
-        """Return the number of GPUs that one engine uses: 0 on a CPU or for a remote engine. Device "auto" counts as a GPU."""
+        """Return the number of GPUs that one engine uses: 0 on a CPU or for a remote engine.
+
+        For the device "auto", a GPU is assumed.
+        """
         if self.device == "cpu" or self.name == "remote":
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
@@ -142,8 +146,8 @@ class EngineChoice:
     def default_dtype(self) -> str:
         """Return the dtype for a model without stored values: "float32" if this engine has no GPU, otherwise "bfloat16".
 
-        A CPU without bfloat16 instructions is slower in bfloat16, and small models on CPUs are trained in float32. vLLM and the
-        server of a remote engine are assumed to have a GPU.
+        On a CPU, the default is float32, because a CPU without bfloat16 instructions is slower in bfloat16, and because small
+        models on CPUs are trained in float32. vLLM and the server of a remote engine are assumed to have a GPU.
         """
         import torch
 
@@ -177,7 +181,7 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load an engine from exactly the reference's files, and return the engine.
+        """Load an engine from a model folder whose files must be those of the reference, and return the engine.
 
         Each load opens and hashes the files (digests of unchanged files are cached), then reads them through the open file
         handles. Once the model is in memory, the files are checked for changes.
@@ -235,7 +239,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the paths lead to the open files, because vLLM opens files by path."""
+            """Check before and after the block that each path still leads to the open file; vLLM opens files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:

@@ -82,7 +82,7 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: a dict with an entry for each sequence that cannot be scored: the sequence's index in the call -> the reason.
+        problems: for each sequence that cannot be scored, its index and the reason, as a dict.
         results: one entry for each sequence in the call: its token_logps (float32), or None if the sequence is in `problems`.
     """
 

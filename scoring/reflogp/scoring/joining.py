@@ -1,6 +1,6 @@
 """Add reference log-prob columns to a dataset, and write it to a Parquet file or return it as an object of the same type.
 
-Rows are read, tokenized, truncated and keyed as in scoring, but values are only looked up, so no model is loaded.
+Rows are read, tokenized and truncated as in scoring. The values are then looked up by key, so no model is loaded.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins the source, starting at the first row. The function's second argument is True for a stream,
+        windows: function that joins `source` from its first row. Its second argument says whether the dataset is a stream,
             which may never end.
 
     Raises:

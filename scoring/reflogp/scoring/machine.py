@@ -32,7 +32,7 @@ class Place:
     """The device or GPUs that one engine runs on.
 
     Attributes:
-        name: name that messages use for the device or GPUs.
+        name: name of the device or GPUs in messages.
         device: value of `device` in the engine's EngineChoice.
         visible: value of CUDA_VISIBLE_DEVICES for the engine's process, if the process must see only some of the GPUs; None to
             leave the variable unchanged.
@@ -86,7 +86,7 @@ def places(
 def gpus_in_a_child() -> int:
     """Return the number of GPUs that torch finds in a separate process.
 
-    If /dev lists no GPU, return 0 without starting a process. Raises UsageError if the separate process fails.
+    If /dev contains no GPU device, return 0 without starting a process. Raises UsageError if the separate process fails.
     """
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0
@@ -189,7 +189,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, group at the top of the mount, mount point) for each cgroup file system with memory limits."""
+    """For each mounted cgroup file system with memory limits, yield (type, cgroup at the mount's root, mount point)."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
@@ -204,7 +204,7 @@ def _plain(text: str) -> str:
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """Yield the number of bytes that a limit file states. Yield nothing for "max" or 0, which mean no limit."""
+    """Yield the limit in a cgroup's limit file, in bytes. Yield nothing for "max" or 0, which mean no limit."""
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)

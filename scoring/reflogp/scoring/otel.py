@@ -1,7 +1,7 @@
 """Create the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP.
 
 The SDK's batch processor is not used, because it starts a thread in every forked child process, including the processes that
-read untrusted data. It also waits for the collector without a time limit.
+read untrusted data. The batch processor also waits for the collector without a time limit.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sender(SpanProcessor):
 
 
 class _Reasons(logging.Filter):
-    """A filter that keeps the exporter's messages out of the log, because an unreachable collector would flood it.
+    """A filter that keeps the exporter's messages out of the log; if the collector is unreachable, they would flood the log.
 
     Attributes:
         first: the first message that the exporter logged about a request.
@@ -123,7 +123,8 @@ class StartedSpan:
     """A span that has started; see `tracing.Span`.
 
     Attributes:
-        span: the SDK's span, or INVALID_SPAN for a stage that is only counted.
+        span: the SDK's span, or INVALID_SPAN if the run already has so many spans of this name that the stage is counted but
+            not sent.
         discarded: True after a call to `discard`.
 
     Args:

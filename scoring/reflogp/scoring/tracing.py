@@ -65,10 +65,10 @@ def run_span(
 
     Args:
         name: name of the root span.
-        parent: W3C traceparent of the span that caused the run. If None, the parent is the caller's current span, if any.
+        parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: True waits up to FLUSH_SECONDS at the end of the run for the collector to receive the spans, and also
-            sends the spans if SIGTERM ends the process during the run.
+        flush_at_end: whether to wait at the end of the run, for up to FLUSH_SECONDS, until the collector has received the
+            spans, and to send the spans even if SIGTERM ends the process during the run.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -107,7 +107,10 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items. Record the time taken to produce each item as a span with the attributes that `describe` returns."""
+    """Yield the items. For each item, record a span.
+
+    The span's duration is the time taken to produce the item; its attributes are what `describe` returns.
+    """
     iterator = iter(items)
     while True:
         with span(name) as making:

@@ -46,7 +46,7 @@ def load_processor(
 
     Args:
         folder: folder of the processor, which may be the model's folder.
-        model: folder of the model or of its adapter. The model's config names the image token.
+        model: folder of the model or of its adapter; the image token is read from the model's config.
         chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
         trust_remote_code: True runs code from the folder.
 

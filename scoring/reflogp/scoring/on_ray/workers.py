@@ -59,11 +59,11 @@ class ClusterWorkers:
 
     Args:
         model: folder or hub id of the model, which each node resolves itself.
-        revision: revision of a hub id.
+        revision: revision of the model, if `model` is a hub id.
         reference: the reference whose values are computed.
         choice: the engine that each worker loads.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
-        place_seconds: number of seconds without any placed worker after which the run fails.
+        place_seconds: the run fails after this many seconds without a placed worker.
     """
 
     may_come = True
@@ -102,8 +102,8 @@ class ClusterWorkers:
     def look(self, is_any_placed: bool) -> None:
         """Warn while no worker is placed, and raise EngineError after `place_seconds`; see Workers.look.
 
-        Unplaced workers are ignored while other workers run. Ray does not report whether a worker is waiting for resources or
-        for its process to start.
+        As soon as one worker is placed, the others may remain unplaced without a warning or an error. Ray does not report
+        whether a worker is waiting for resources or for its process to start.
         """
         now = time.monotonic()
         if is_any_placed:

@@ -1,4 +1,4 @@
-"""Callbacks for the progress of a scoring run, a join or a report, and callbacks that show a tqdm progress bar."""
+"""Define callbacks for the progress of a scoring run, a join or a report, and implement them with a tqdm progress bar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProgressCallbacks:
         """Report that `rows` rows in total have been read and tokenized."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, with `tokens` tokens computed by the engine."""
+        """Report that `sequences` more sequences are done, for which the engine computed `tokens` tokens."""
 
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that has no values after this run; `problem` is the reason."""

@@ -21,9 +21,10 @@ class LocalScorer:
     """A Scorer with one engine. Its ScoringPipeline computes and commits in separate threads.
 
     Args:
-        make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so a run
-            with only cache hits loads no model.
-        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits.
+        make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so no
+            model is loaded if the store already has all values.
+        commit_sequences: maximum number of sequences between two commits.
+        commit_seconds: maximum number of seconds between two commits.
 
     Attributes:
         batch: number of misses to collect before calling `score`; see Scorer.batch.

@@ -46,8 +46,8 @@ class Work:
     Attributes:
         seconds: number of seconds during which an engine was computing.
         operations: operation counts of the scored sequences.
-        peak: total matrix product rate of all devices, in operations per second; None if nothing was computed or an engine
-            cannot measure its rate.
+        peak: rate at which all devices together multiply matrices, in operations per second; None if nothing was computed or an
+            engine cannot measure its rate.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that were computing at the same time.
     """
@@ -64,7 +64,10 @@ class Scorer(Protocol):
 
     @property
     def batch(self) -> int:
-        """Number of misses to collect before calling `score`. If the scorer is starved, `score` is called with fewer misses."""
+        """Number of misses to collect before calling `score`.
+
+        While `is_starved` returns True, `score` may be called with fewer misses.
+        """
 
     def open(self, table: LogprobTable) -> None:
         """Set the table to which values are committed. This method is called once, before any other method."""
@@ -77,7 +80,7 @@ class Scorer(Protocol):
 
         Args:
             misses: misses to score. Until the outcome of a miss is reported, another miss with the same key may be passed only
-                if it contains a longer part of the completion.
+                if it contains more tokens of the completion.
             to_come: estimated number of sequences that the run has not read yet.
             callbacks: callbacks for outcomes; they are called during this call, in this thread.
 

@@ -1,4 +1,4 @@
-"""Compute with one engine and commit to one table at the same time. Groups of misses go in, and events come out.
+"""Compute values with one engine while earlier values are committed to a table. Groups of misses go in, and events come out.
 
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
@@ -74,14 +74,15 @@ Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
-    """Two threads that compute and commit until `finish` or `stop` is called.
+    """Two threads: one computes values and the other commits them, until `finish` or `stop` is called.
 
     Args:
         engine: the engine, whose `flow` runs in a single thread of the pipeline.
         table: table for the values.
         provenance: provenance of the values.
         tell: function that is called with each event, in a thread of the pipeline.
-        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits.
+        commit_sequences: maximum number of sequences between two commits.
+        commit_seconds: maximum number of seconds between two commits.
 
     Attributes:
         seconds: number of seconds during which the engine was computing.
@@ -121,7 +122,7 @@ class ScoringPipeline:
 
         Args:
             misses: misses that the engine can score (see Engine.problems).
-            at_once: True commits as soon as the whole group is computed.
+            at_once: whether to commit as soon as the whole group is computed.
         """
         return self._groups.put(_Group(misses, at_once))
 
@@ -291,7 +292,7 @@ class _Groups(Iterator[list[Sequence]]):
         return not self._waiting
 
     def close(self) -> None:
-        """End the iteration after the groups in the queue."""
+        """End the iteration as soon as all groups in the queue have been taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -314,6 +315,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove and return the miss with this number, and its group. The numbers count from 0 across all groups."""
+        """Remove and return the miss with this number, and its group. Misses are numbered from 0 across all groups."""
         with self._changed:
             return self._begun.pop(number)

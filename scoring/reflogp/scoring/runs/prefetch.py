@@ -1,4 +1,4 @@
-"""Iterate in a background thread, a few items ahead of the consumer, so that items are produced while others are used."""
+"""Produce the items of an iterable in a background thread, a few items before the consumer needs them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterator over items that a background thread produces in advance. As a context manager, it ends the thread.
+    """An iterable whose items a background thread produces in advance. At the end of a `with` block, the thread is stopped.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items in the queue. The thread may be producing one more item.
+        depth: maximum number of finished items in the queue. One more item may be in production at the same time.
         name: name of the thread.
     """
 
@@ -44,7 +44,7 @@ class Prefetch(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If an error occurred while an item was produced, raise it after the items before it.
+        """Yield the items. If an item cannot be produced, raise the error after all earlier items have been yielded.
 
         Args:
             meanwhile: function that is called several times a second while the next item is not ready.

@@ -64,8 +64,8 @@ class ScoreSummary:
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
             together multiply random matrices; at most 1. Shared tokens count once and padding does not count (see Operations).
             None if nothing was computed, or if the engine cannot count operations.
-        sharing_gain: number of operations that a separate forward pass over each scored sequence would need, divided by the
-            number of operations that were computed; at least 1. None if nothing was computed, or if the engine cannot count
+        sharing_gain: number of operations that scoring would take if each sequence had a forward pass of its own, divided by
+            the number of operations that were computed; at least 1. None if nothing was computed, or if the engine cannot count
             operations.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
         reference_id: id of the reference that computed the values, 32 hex digits.
@@ -196,10 +196,10 @@ class _Window:
         sides: number of completions per row.
         last_row: number of the last row that was read.
         problems: row number -> the reason why the row cannot be used.
-        rows: array of the row number of each tokenized row (int64).
-        bare: array that contains True for each tokenized row without a prompt (bool).
-        looked_up: for each completion column, three items: the windows of the sequences, the keys, and the stored values that
-            were found.
+        rows: row numbers of the tokenized rows, an int64 array.
+        bare: bool array, True for each tokenized row that has no prompt.
+        looked_up: for each completion column, its sequences (truncated as for scoring), their keys, and the values that the
+            store has for these keys.
         images: the images of each tokenized row; empty for text-only rows.
     """
 
@@ -214,7 +214,7 @@ class _Window:
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
-    """Yield the windows of a dataset with their values in the snapshot. This generator runs in a separate thread."""
+    """Yield the windows of a dataset together with their stored values in a snapshot. This generator runs in its own thread."""
     rows_in_all: int | None = None
     for window in dataset:
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all

@@ -1,7 +1,7 @@
 """Choose a kernel and compute attention over packs (packing.py), so that each token attends only to its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
-Packed attention supports the arguments that layers pass: scaling, sliding windows, soft caps and sinks.
+Packed attention supports scaling, sliding windows, soft caps and attention sinks.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PackLayout:
         return self._places[self._offsets[branch] : self._offsets[branch + 1]]
 
     def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
-        """Return a branch's attention mask, bool (queries, keys), or None if a causal mask is enough."""
+        """Return a branch's attention mask, bool (queries, keys), or None if an ordinary causal mask is enough."""
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
         ends = self._ends[start:stop] - start + shared  # indices within the path; no image is divided between branches
@@ -132,8 +132,8 @@ class PackLayout:
         """Return the arguments that a variable-length kernel needs.
 
         Returns:
-            (indices of the keys in the pack, or None if no branch shares tokens; cu_seqlens of the queries; cu_seqlens of the
-            keys; maximum number of queries per branch; maximum number of keys per branch).
+            Five values: the indices of all keys in the pack (None if no branch shares tokens), cu_seqlens of the queries,
+            cu_seqlens of the keys, the maximum number of queries per branch, and the maximum number of keys per branch.
         """
 
         def make() -> Any:
@@ -148,8 +148,9 @@ class PackLayout:
         """Return the arguments that the CPU kernel needs.
 
         Returns:
-            (start, stop and number of shared keys of each branch, int64 (branches, 3); indices of the keys in the pack,
-            concatenated in the order of the branches, int64 (keys,)).
+            Two int64 tensors. The first, of shape (branches, 3), contains the start, the stop and the number of shared keys of
+            each branch. The second contains the indices of each branch's keys in the pack, concatenated in the order of the
+            branches.
         """
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
@@ -260,9 +261,9 @@ def packed_attention(
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
         sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
-        kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains one logit per head that takes part in
-            the softmax but has no value vector (attention sinks of gpt-oss). A `position_bias`, or `is_causal=False`, raises
-            UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
+        kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains the attention sinks of gpt-oss: for each
+            head, one more logit, which is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
+            raises UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
 
     Returns:
         The attention output, shape (1, tokens, heads, head size), and None, because no attention weights are returned.
@@ -362,7 +363,10 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute softmax(cap(q·k)) v with sinks in float32, one block of queries at a time; the result has the queries' dtype."""
+    """Compute attention with a soft cap or sinks by its formula, softmax(cap(q·k)) v.
+
+    The computation is in float32, one block of queries at a time. The result has the dtype of the queries.
+    """
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -429,10 +433,10 @@ def _flash_window(call: Call) -> tuple[int, int]:
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with those keywords of `wanted` that the installed version accepts.
+    """Call a variable-length kernel with all arguments in `wanted` that the installed version of the kernel accepts.
 
     Raises:
-        UnsupportedAttentionError: the installed version lacks a `needed` keyword.
+        UnsupportedAttentionError: the installed version does not accept an argument that `needed` lists.
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
@@ -481,7 +485,11 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key blocks that each query block reads, in FlexAttention's format: counts (1, 1, n), indices (1, 1, n, n)."""
+    """List the key blocks that each query block reads, in FlexAttention's format.
+
+    The first tensor, shape (1, 1, n), contains the number of key blocks for each query block. Each row of the second tensor,
+    shape (1, 1, n, n), begins with their indices.
+    """
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None]
@@ -550,8 +558,8 @@ def _torch_varlen_problem(call: Call) -> str | None:
 class _Kernel(NamedTuple):
     """An attention kernel, and two functions that say when it can be used.
 
-    `is_installed` returns whether the kernel is installed. `problem` returns why the kernel cannot compute a layer, or None if
-    it can.
+    `is_installed()` tells whether the kernel is available on this machine. `problem(call)` returns why the kernel cannot
+    compute a layer, or None if it can.
     """
 
     compute: Callable[[PackLayout, Call], torch.Tensor]
@@ -587,11 +595,13 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 
 
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
-    """Compile a function for tensors of any size (a separate version is compiled for sizes of 1).
+    """Compile a function so that it accepts tensors of any size.
+
+    For tensors with a dimension of size 1, torch compiles a separate version.
 
     Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
-    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would become a CPU tensor,
-    which FlexAttention's CUDA template would load as a pointer.
+    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would become a CPU tensor, and
+    FlexAttention's CUDA template would use this tensor as if it were a pointer.
     """
     compiled = torch.compile(function, dynamic=True, backend=backend)
     configs: tuple[Any, Any] = (fx_config, dynamo_config)

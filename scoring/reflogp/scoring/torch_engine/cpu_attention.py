@@ -1,7 +1,7 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-On CPUs with bfloat16 instructions, torch's own attention kernel reaches only a tenth of the speed of the matrix products around
-it. With torch's kernel, attention would take a third to two thirds of the time of a forward pass.
+On CPUs with bfloat16 instructions, torch's own attention kernel does only a tenth as many operations per second as the matrix
+products before and after it. With torch's kernel, attention would take a third to two thirds of the time of a forward pass.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _build(compiler: str, library: Path) -> None:
 def _difference_from_torch(size: int, value_size: int) -> float:
     """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel.
 
-    Both kernels compute two branches with a common beginning, with and without a sliding window.
+    Both kernels compute attention for two branches that share their first tokens, with and without a sliding window.
     """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)

@@ -34,8 +34,8 @@ def on_device(device: torch.device) -> Iterator[None]:
 def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
     """Upload 1-D int64 arrays in a single copy; return one tensor per array.
 
-    The host does not wait until a copy to a CUDA device is finished: the copy is made from pinned memory. With pageable memory,
-    the host would wait for all earlier work in the stream.
+    Arrays for a CUDA device are first put into pinned memory, so that the host does not wait for the copy. With pageable
+    memory, the host would wait for all earlier work in the stream.
     """
     host = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
@@ -44,7 +44,10 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A point in a device's stream, after all work launched so far. On a CPU, a mark has always passed."""
+    """A mark in a device's stream. The mark has passed once all work that was launched before it is finished.
+
+    On a CPU, a mark has always passed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -89,10 +92,10 @@ Result = TypeVar("Result")
 def run_in_own_thread(function: Callable[[], Result]) -> Result:
     """Call a function in a new thread that ends after the call; return the function's result or raise its error.
 
-    libgomp keeps a pool of threads for each thread that has ever computed in parallel, until that thread ends. If all pools
-    together have more threads than the process has cores, libgomp's threads sleep between operations instead of spinning (see
-    GOMP_SPINCOUNT in libgomp's manual). On two cores, a model that was loaded in one thread and run in another reached only 65%
-    of its normal speed. If the caller is interrupted, the function keeps running in its thread.
+    libgomp gives each thread that runs a parallel operation its own pool of worker threads, and keeps the pool until that
+    thread ends. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
+    instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). On two cores, a model that was loaded in one thread and run in
+    another reached only 65% of its normal speed. If the caller is interrupted, the function keeps running in its thread.
     """
     outcome: Future[Result] = Future()
 

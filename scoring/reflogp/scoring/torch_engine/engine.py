@@ -48,18 +48,19 @@ class TorchEngine:
 
     Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
     sentence) are computed once. When the model is loaded, a few sequences are scored both packed and one at a time. If packing
-    changes the values, the engine warns and scores on a slower path that does not change them (see `self_check`).
+    changes the values, the engine issues a warning and scores with a slower method that does not change them (see
+    `self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint from `read_checkpoint`, with safetensors weights. For a revision of a hub
-            id, pass `resolve_model(model, revision)`. A model that is already in memory (`load.in_memory`) works too: it keeps
-            its dtype and device, and the arguments `dtype` and `device` are ignored.
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`, with safetensors weights. To use a certain revision
+            of a model from the hub, pass `resolve_model(model, revision)`. A model that is already in memory (`load.in_memory`)
+            works too: it keeps its dtype and device, and the arguments `dtype` and `device` are ignored.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast" use float32 weights under torch.autocast, like accelerate's mixed precision.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
         token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. When memory runs out, the
-            budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
-            up to its initial value.
+            budget is halved and the pass is retried, so no values are lost. After many passes that fit in memory, the budget
+            grows again, up to its initial value.
         lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. The dtype of the logits is part
             of the reference id.
         compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
@@ -156,7 +157,7 @@ class TorchEngine:
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) for one sequence at a time, as passes finish; `flow` explains outcomes."""
+        """Yield (index, outcome) for each sequence as soon as its pass has finished; `flow` describes the possible outcomes."""
         for landed in self.passes(sequences, skip, temperature):
             yield from landed
 
@@ -167,7 +168,7 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass, as passes finish; `flow` explains outcomes.
+        """For each finished pass, yield a list of (index, outcome); `flow` describes the possible outcomes.
 
         Args:
             sequences: sequences that this model can score (see `problems`).
@@ -204,7 +205,7 @@ class TorchEngine:
             are not finite, or one of its images can no longer be read.
 
         Raises:
-            EngineError: a pass failed. By then, the values of all earlier passes have been yielded.
+            EngineError: a pass failed. The outcomes of all earlier passes have already been yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -332,7 +333,7 @@ class TorchEngine:
             del self._head
 
     def provenance(self) -> dict[str, Any]:
-        """Return the versions and settings that this engine computes values with, which are stored next to the values."""
+        """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""
         return {
             "engine": "torch",
             "torch": torch.__version__,

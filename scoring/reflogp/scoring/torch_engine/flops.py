@@ -75,7 +75,7 @@ class ForwardFlops:
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the operations for paths of these lengths if the first `before` tokens of each path are not computed."""
+        """Return the number of operations for paths of these lengths, without the first `before` tokens of each path."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
@@ -91,7 +91,7 @@ def expert_count(config: Any) -> int | None:
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    """Return how many weights of the text decoder are multiplied with each token, not counting towers for images or audio."""
+    """Return how many weights of the text decoder are used for each token, not counting towers for images or audio."""
     experts = expert_count(config)
     chosen = (
         getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
@@ -135,8 +135,8 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the peak rate of square matrix products, in operations per second.
 
     The matrices are random because a GPU uses less power to multiply constants, and would then run faster than with a model's
-    weights. The result is the best rate over several repeats of two sizes, because a disturbance can only make a product
-    slower. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
+    weights. The result is the best rate over several repeats of two sizes, because other work on the machine can make a product
+    slower, but never faster. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:

@@ -25,7 +25,7 @@ class Unit:
 
     Attributes:
         work: the input: a pack, or the sequences of a padded batch.
-        members: (index of a sequence, indices of its values in the output of the pass) for each sequence.
+        members: for each sequence, its index and the indices of its values in the output of the pass.
         tokens: number of tokens in the pass, including padding.
         operations: number of floating-point operations in the pass.
         with_images: the sequences that the pack was built from, if they have images; None otherwise.
@@ -53,7 +53,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the pass; return (index, token_logps) per sequence, with an error message instead of non-finite values."""
+        """Wait for the pass; return (index, token_logps) per sequence, or (index, error message) if a value is not finite."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -63,7 +63,10 @@ class InFlight:
         return outcomes
 
     def tokens_per_second(self) -> float:
-        """Return how many tokens per second the device computed in this pass. Call it only after the values have arrived."""
+        """Return how many tokens per second the device processed in this pass.
+
+        Call this method only when the pass has finished and its values are on the host.
+        """
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 

@@ -1,9 +1,9 @@
 """Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
 The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
-compilation, each operation between the matrix products reads and writes whole activations several times; on a CPU, all these
-operations together take half as long as the matrix products. With any architecture, one decoder layer is compiled, and all
-layers use its code ("regional compilation").
+compilation, each of these operations reads and writes whole activations several times. On a CPU, all of them together then take
+half as long as the matrix products. Whatever the architecture, only one decoder layer is compiled, and all layers run the
+compiled code ("regional compilation").
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probs of a batch's completion tokens, one sequence after another, float32 (tokens,) on the device.
+    """Return the log-probs of all completion tokens in a batch, concatenated, float32 (tokens,) on the device.
 
-    The batch is padded on the right. A sequence with an attention mask keeps its mask and its own padding. Either all sequences
-    must have images, or none of them.
+    The batch is padded on the right. If a sequence has an attention mask, the mask is used, and the padding that the sequence
+    already contains stays in place. Either all sequences must have images, or none of them.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -144,7 +144,7 @@ def forward_padded(
 
 @contextmanager
 def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
-    """Switch the model to an attention implementation (a name in transformers) while the block runs."""
+    """Make the model use an attention implementation, given by its name in transformers, while the block runs."""
     before = model.config._attn_implementation
     if implementation != before:
         model.set_attn_implementation(implementation)

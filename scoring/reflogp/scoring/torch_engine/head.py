@@ -47,10 +47,10 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    A head that is a matrix product, with or without a scale and a soft cap, is computed by this class, and the logit of each
-    target token is computed in float32. Rounding a target token's logit to bfloat16 would be the largest single source of error
-    in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own forward is called with
-    the given hidden states, so no architecture-specific code is needed.
+    If the head is a matrix product, with or without a scale and a soft cap, this class computes the product itself, and the
+    logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest single source of
+    error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own forward is
+    called with the given hidden states, so no architecture-specific code is needed.
 
     Under autocast, the target token's rounded logit is used, because the log-probs are compared with those of a training run
     that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the
@@ -62,8 +62,8 @@ class Head:
         autocast: dtype of the torch.autocast that the model runs under; None if it runs without autocast.
 
     Attributes:
-        logits: the function that turns the head's products into logits, found by trying known forms; None if none of them
-            agrees with the model's own forward.
+        logits: the function that turns the head's matrix product into logits; None if no tried combination of scale and soft
+            cap reproduces the model's own logits.
         log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
             of it.
     """
@@ -128,7 +128,7 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-sum-exp of all logits, and the target's logit as rounded in the product, both float32 (n,).
+        """Return the log-sum-exp of all logits, and the target's logit, rounded to the product's dtype; both float32 (n,).
 
         The outer loop is over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at most
         once.
@@ -263,7 +263,7 @@ class _Answer(torch.nn.Module):
 
 
 class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A backbone's output whose missing fields are None, because some models' heads read more fields (cross attentions, …)."""
+    """A backbone's output with hidden states only; all other fields are None, because some models' heads read them."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

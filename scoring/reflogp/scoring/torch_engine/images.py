@@ -2,11 +2,11 @@
 
 For a pack, the vision tower runs once for each distinct image. The image features are taken from the arguments that the model
 passes to its text decoder, including features that the decoder adds after its first layers (DeepStack,
-arxiv.org/abs/2406.04334). Positions with several components (Qwen-VL) are computed for each sequence by the model's own
-function.
+arxiv.org/abs/2406.04334). Some models (Qwen-VL) use position ids with several components (time, height, width). The model's own
+function computes them for each sequence.
 
-Before sequences with images are packed, `layout_of` compares what the model passes to its decoder for a single sequence with
-what a pack passes: the positions, and which tokens each token attends to.
+Before sequences with images are packed, `layout_of` checks on the first of them that packing changes neither the tokens'
+positions nor which tokens each token attends to.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class DecoderInputs:
             tokens.
         positions: the model's own positions if they have several components, int64 (components, tokens); None otherwise.
         image_places: True for image tokens, bool (tokens,).
-        deep: for each of the first layers of some decoders, the features that the decoder adds to the hidden states of image
-            tokens after this layer, shape (image tokens, hidden size); empty for most models.
+        deep: features that some decoders add to the hidden states of image tokens, one tensor of shape (image tokens, hidden
+            size) for each of the decoder's first layers, added after that layer; empty for most models.
         both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
@@ -122,7 +122,7 @@ class _Features:
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
         deep: features that the decoder adds after its first layers (see `DecoderInputs`).
-        grids: tensors on the host, which are arguments for the model's function that computes positions.
+        grids: tensors on the host to pass to the model's function that computes positions.
     """
 
     embeddings: torch.Tensor
@@ -170,7 +170,10 @@ class ImageFeatures:
         self._kept_bytes = 0
 
     def close(self) -> None:
-        """Release all features and the model, because a stream that was stopped early still refers to this object."""
+        """Release all features and the model.
+
+        Otherwise, they would stay in memory, because a stream that was stopped early still refers to this object.
+        """
         self.clear()
         self._model = None
 
@@ -307,7 +310,10 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
-    """Return True if `masks` (None for causal, a tensor, or a dictionary by layer type) match the masks of a pack."""
+    """Return True if `masks` let each token attend to the same tokens as a pack does.
+
+    `masks` is None for a causal mask, a tensor, or a dictionary from layer type to mask.
+    """
     kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
     reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]
     key = torch.arange(len(sequence))

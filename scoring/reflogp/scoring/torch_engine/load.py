@@ -53,7 +53,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """The name that references use for the dtype that the model computes in."""
+        """The model's dtype as a reference names it, such as "bfloat16" or "bfloat16-autocast"."""
         name = str(self.product_dtype).removeprefix("torch.")
         return name if self.autocast is None else f"{name}-autocast"
 
@@ -220,7 +220,7 @@ def _unloadable(folder: Path) -> Iterator[None]:
 
 
 class _Weight:
-    """A tensor in an open file, read when indexed. transformers treats it like a tensor or a safetensors slice.
+    """A tensor in an open file; indexing it reads the file. transformers treats it like a tensor or a safetensors slice.
 
     Each tensor is read into its own memory. transformers would instead map the files into memory. With mapped files, all
     weights that were read would stay in memory until the last one is loaded, a later write to a file would change the model,
@@ -247,16 +247,16 @@ def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
 
 
 def _take_out_of_files(model: Any) -> None:
-    """Copy the weights into their own memory, because weights of quantized checkpoints may be memory-mapped files."""
+    """Copy the weights into their own memory, because a quantized checkpoint's weights may be mapped from its files."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
 
 
 def forget_longest_pass(model: Any, limit: int) -> None:
-    """Reset "dynamic" rotary embeddings to length `limit`, so that they suit the next pass instead of the longest pass so far.
+    """Reset "dynamic" rotary embeddings to length `limit`, so that the next pass computes them for its own length.
 
-    Without this reset, transformers never shrinks the embeddings again after a pass that was longer than `limit`.
+    Without this reset, every later pass longer than `limit` would use the embeddings of the longest pass so far.
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
@@ -301,6 +301,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Return True if a model class is built from only the text part of a config, as decided by transformers' auto classes."""
+    """Return True if `model_class`, which an auto class of transformers chose, takes only the text part of `config`."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

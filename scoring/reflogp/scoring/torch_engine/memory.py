@@ -71,7 +71,9 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes this process can still allocate on a device; for a CPU, within the machine or container.
+    """Return how many bytes this process can still allocate on a device.
+
+    For a CPU, this is the free memory of the machine or container.
 
     CUDA memory that torch has reserved but does not use counts as free, and so does the machine's page cache.
     """
@@ -175,7 +177,7 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return the command-line options for the fewest GPUs like this one that fit the model, or None if no number is enough."""
+    """Return command-line options that split the model across as few GPUs of this kind as possible; None if it cannot fit."""
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1

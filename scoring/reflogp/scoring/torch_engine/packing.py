@@ -34,8 +34,8 @@ class Branch:
 
     Attributes:
         start, stop: the added tokens have the indices start … stop - 1 in the pack.
-        path: indices in the pack of all tokens of the sequence, in order, int64 (length,). The last indices are those of the
-            added tokens; the tokens before them are shared with earlier branches.
+        path: indices in the pack of all tokens of the sequence, in order, int64 (length,). The indices of the added tokens come
+            last; all other tokens of the path are shared with earlier branches.
         sequence: index of the sequence in the list that was packed.
     """
 
@@ -60,7 +60,7 @@ class Pack:
         branches: the branches, in the order of their tokens in the pack; each token belongs to exactly one branch.
         predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
         parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
-        members: (index of the sequence, indices in `predicted` of its values) for each sequence.
+        members: for each sequence, its index, and the indices in `predicted` of its completion tokens.
     """
 
     token_ids: Int64s
@@ -75,7 +75,7 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences; yield the packs that contain the largest groups of sequences first.
+    """Pack sequences, and yield the packs with the largest groups of sequences first.
 
     Args:
         sequences: any number of sequences. For a large dataset, call this function for one window of sequences at a time.
@@ -94,7 +94,7 @@ class _Group:
     """A group of sequences that share prefixes.
 
     Attributes:
-        members: (index of the sequence, number of tokens that it shares with the previous sequence) for each sequence.
+        members: for each sequence, its index, and the number of tokens that it shares with the sequence before it.
         tokens: number of tokens that the group adds to a pack.
     """
 
@@ -193,7 +193,10 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 
 
 def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return the length of the prefix that two sequences share. Adjacent images are shared all together or not at all."""
+    """Return the length of the prefix that two sequences share.
+
+    Images that follow each other without text in between are either all part of the prefix, or none of them is.
+    """
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]
     first = int(differ.argmax()) if shorter else 0

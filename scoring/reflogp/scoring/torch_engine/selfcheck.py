@@ -44,8 +44,8 @@ class SelfCheck:
         difference: root mean square difference between the log-probs of that path and those of a plain, unpadded pass, in nats
             per token.
         tolerance: largest allowed `difference`, in nats per token.
-        rejected: name of a path or an attention kernel that is not used, or "compiled" if compiled layers are not used -> the
-            reason.
+        rejected: for each path or attention kernel that is not used, its name and the reason, as a dict; the name "compiled"
+            stands for compiled layers.
         kernels: names of the attention kernels that the check used; every pack uses the same kernels.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
@@ -92,10 +92,10 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Score sequences with images both packed and one at a time; return the path to use, and warn if it is the padded one.
+    """Score sequences with images both packed and one at a time, and choose their path; warn if it is the padded path.
 
-    Sequences with images are packed only if the model passes its decoder the same positions and mask as a pack does, and the
-    values agree. Comparing the values alone is not enough: in bfloat16, values of a few tokens may agree by chance.
+    Sequences with images are packed only if the model gives its decoder the same positions and the same mask as a pack does,
+    and the values agree. Comparing the values alone is not enough: in bfloat16, values of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
@@ -164,7 +164,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
         compile_layers: on the packed path, also try compiled layers, and warn if they fail or their values differ.
         refused: names of attention kernels that must not be used.
 
-    Out-of-memory errors are re-raised, because with this few tokens no other path would need less memory.
+    Out-of-memory errors are re-raised: the check scores so few tokens that no other path would need less memory.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -257,7 +257,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers; undo this if the values differ. Return (difference from a plain pass, problem or None)."""
+    """Compile the layers, and undo this if it changes the values. Return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")

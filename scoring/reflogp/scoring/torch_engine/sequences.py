@@ -158,12 +158,12 @@ def _problem_of_mask(sequence: Sequence) -> str | None:
 
 
 def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
-    """Return the values of `count` sequences in the order of the sequences.
+    """Return a list with the values of `count` sequences, in the order of their indices.
 
     Args:
         count: number of sequences.
-        problems: index -> reason, for each sequence that was not scored. Error messages among `outcomes` are added to this
-            dictionary.
+        problems: for each sequence that was not scored, its index and the reason, as a dict. Error messages among `outcomes`
+            are added to this dict.
         outcomes: (index, outcome) for each of the other sequences, in any order.
 
     Raises:
@@ -194,8 +194,8 @@ def passes_over(
         skip: indices of sequences to skip.
         size: maximum number of sequences in a group.
         before: function to call before the engine starts each pass, with the indices of the pass's sequences.
-        flow: the engine's `flow`, which is called with groups of sequences, and with a callback that takes the numbers of each
-            pass's sequences.
+        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function to call before each pass with the
+            numbers of the pass's sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -210,9 +210,9 @@ class Operations:
 
     Attributes:
         plain: operations if each sequence were scored in a forward pass of its own.
-        computed: operations of the passes that ran, with shared tokens counted once. Only operations that values depend on are
-            counted, not padding, masked pairs of tokens or passes that ran out of memory. The device therefore computed at
-            least this many operations.
+        computed: operations of the passes that ran, with shared tokens counted once. Only operations that affect a value are
+            counted. Operations for padding and for masked pairs of tokens, and passes that ran out of memory, are not counted,
+            so the device executed at least this many operations.
     """
 
     plain: float = 0.0

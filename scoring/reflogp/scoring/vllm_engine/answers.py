@@ -82,7 +82,9 @@ class VllmEndedError(Exception):
 
 
 def believable(values: Any, cached: int, sequence: Sequence) -> bool:
-    """Return True if the values are plausible log-probs of the completion: complete, finite, not positive and not cached.
+    """Return True if a response contains plausible log-probs for the whole completion.
+
+    They must be finite and not positive. vLLM must not have read the positions that predict the completion from its cache.
 
     Args:
         values: float32 array, or None if the response contains no values.

@@ -67,7 +67,10 @@ class VllmProcess:
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens in a pass: enough for a few vLLM steps, but so few that all passes in flight fit in the cache."""
+        """Number of tokens in a pass.
+
+        This number is enough for several vLLM steps, or smaller if all passes in flight would otherwise not fit in the cache.
+        """
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
     @property

@@ -3,8 +3,8 @@
 A Transport connects the engine to vLLM, which runs as a local process or as a server.
 
 vLLM computes no values for positions that it finds in its prefix cache, and a request cannot limit cache hits to the prompt.
-The values of such positions are missing or, in vLLM's older runner, uninitialized memory. Therefore, the engine lets a sequence
-read the cache only if no log-prob would be lost.
+For such positions, the response contains no values or, with vLLM's older runner, the contents of uninitialized memory.
+Therefore, the engine lets a sequence read the cache only if no log-prob would be lost.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ def sharing_order(sequences: Several[Sequence]) -> list[int]:
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
-    """For each sequence, return True if it may read a cache that only these sequences write to.
+    """For each sequence, return True if it may use a prefix cache that contains only tokens of these sequences.
 
     vLLM reuses whole blocks. For a sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last
-    prompt token predicts the first completion token. In the order of `sharing_order`, the longest prefix that a sequence shares
-    with any other sequence is the one that it shares with a neighbor. A cache hit is at most as long as this prefix, rounded
-    down to whole blocks.
+    prompt token predicts the first completion token. In the order of `sharing_order`, a sequence has its longest common prefix
+    with the sequence before it or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -108,7 +107,7 @@ class Transport(Protocol):
         """Number of tokens in a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why vLLM cannot score a sequence with these images, as a clause, or None if it can."""
+        """Return a clause that says why vLLM cannot score a sequence with these images, or None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests at once; yield responses as they arrive. Requests with the same salt share a cache.
@@ -124,7 +123,7 @@ class Transport(Protocol):
         """Restart vLLM if it has ended; return True if it was restarted. Raise EngineError if it cannot be restarted."""
 
     def provenance(self) -> dict[str, Any]:
-        """Return vLLM's version and settings, and the kind of request from which log-probs are read."""
+        """Return vLLM's version and settings, and the kind of request that reflogp sends to get log-probs."""
 
     def close(self) -> None:
         """End vLLM's process, or close the connections to the server."""
@@ -147,8 +146,8 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: what the provenance says about the weights of a server, which reflogp cannot read (see `server.check_claim`);
-            empty if vLLM runs as a local process.
+        claim: for a server, whose weights reflogp cannot read, what the provenance says about these weights (see
+            `server.check_claim`); empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -226,7 +225,7 @@ class VllmEngine:
         return None
 
     def provenance(self) -> dict[str, Any]:
-        """Return the versions and settings that this engine computes values with, which are stored next to the values."""
+        """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
@@ -314,7 +313,7 @@ class VllmEngine:
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
-        """Split `ordered` into passes of at most `token_budget` tokens and _IMAGE_BYTES of images.
+        """Split `ordered` into passes, each with at most `token_budget` tokens and `_IMAGE_BYTES` bytes of encoded images.
 
         A sequence that exceeds a limit by itself gets a pass of its own.
         """

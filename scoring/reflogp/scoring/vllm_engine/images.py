@@ -100,7 +100,7 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of a two-colored test image for the check at startup.
+        """Return the digest, file, ids and image token of a two-colored test image, which is used for a check at startup.
 
         `ids` are the token ids of the image, with an image id for each image token.
         """

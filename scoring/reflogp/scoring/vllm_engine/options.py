@@ -151,7 +151,10 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return how a model differs from the tested models of its family, as the end of a clause; "" if there is no difference."""
+    """Return words for the end of a message that say how a model differs from the tested models of its family.
+
+    If it does not differ, return an empty string.
+    """
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):

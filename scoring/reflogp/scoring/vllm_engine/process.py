@@ -58,12 +58,12 @@ class Scorer:
         no_images: why vLLM cannot score rows with images with this model, or None if it can.
 
     Attributes:
-        method: name of the sampling parameter that requests values: "prompt_logprob_token_ids" computes only the completion's
-            values, "prompt_logprobs" the values of all tokens.
+        method: name of the sampling parameter that requests values. With "prompt_logprob_token_ids", vLLM computes only the
+            completion's values; with "prompt_logprobs", it computes the values of all tokens.
         device: name of the device.
         block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
-        max_model_len: maximum number of tokens in a sequence in vLLM, including the sampled token.
+        max_model_len: maximum number of tokens that vLLM accepts in a sequence, including the token that it samples.
         reads_cache: True if vLLM's prefix cache is enabled.
         batched_tokens: maximum number of tokens in one of vLLM's steps.
     """

@@ -1,7 +1,7 @@
 """Implement a Transport that connects to a running `vllm serve`, sends concurrent HTTP requests and retries failed ones.
 
 reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
-compares the values. Requests are JSON, in one of three forms (best first):
+compares the values. A request has a JSON body and takes one of three forms, listed from best to worst:
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
@@ -191,7 +191,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """Return (name, maximum number of tokens in a sequence) of the served model."""
+        """Return the name of the served model and its maximum number of tokens in a sequence."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if name is None and len(served) != 1:
@@ -222,7 +222,7 @@ class VllmServer:
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
-        """Send a request and return the response; retry while the server does not respond or the status is in `later`.
+        """Send a request and return the response; retry while there is no response or its status is in `later`.
 
         Raises EngineError if attempts fail for longer than `patience_seconds`, or if the engine is closed.
         """
@@ -277,7 +277,7 @@ _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Score a few sequences locally and on the server, and compare the values; return the result for the provenance.
+    """Score a few sequences both locally and on the server, and compare the values; return the result for the provenance.
 
     Args:
         engine: engine that is connected to the server.

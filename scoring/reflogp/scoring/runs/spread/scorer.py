@@ -40,7 +40,10 @@ _LAST_SECONDS = 30.0
 
 
 class Worker(Protocol):
-    """An engine in another process. Its futures raise the worker's errors, and WorkerGoneError if the worker is gone."""
+    """An engine in another process.
+
+    The futures that its methods return raise the worker's errors, or WorkerGoneError if the worker no longer exists.
+    """
 
     def place(self) -> Future[str]:
         """Return a description of where the worker runs, as soon as it is placed."""
@@ -52,7 +55,7 @@ class Worker(Protocol):
         """Score and commit a unit; see UnitScorer.score."""
 
     def peak(self) -> Future[float | None]:
-        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
+        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit computed values; see UnitScorer.stop."""
@@ -79,7 +82,7 @@ class Workers(Protocol):
         """Start more workers and return them; `have` is the number of workers that already exist."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Check the source; called in each turn of the run's loop. Raises EngineError if no worker can be started."""
+        """Check whether workers can be started, and raise EngineError if none can. Called in each turn of the run's loop."""
 
 
 @dataclass(eq=False)
@@ -114,7 +117,8 @@ class ParallelScorer:
 
     Args:
         workers: source of the workers.
-        own: scorer with an engine in this process, which also computes. If `own` is None, the run needs at least one worker.
+        own: scorer whose engine runs in this process and scores alongside the workers. If `own` is None, the run needs at least
+            one worker.
         check: function that is called in each turn of the run's loop; may raise an error to stop the run.
         commit_sequences: maximum number of sequences in a unit.
     """
@@ -201,7 +205,11 @@ class ParallelScorer:
         wait(asked, timeout=_LAST_SECONDS)
 
     def work(self) -> Work:
-        """See Scorer.work. Workers come and go, so the peak is the mean peak multiplied by the average number of workers."""
+        """See Scorer.work.
+
+        The number of workers changes during a run, so `peak` is the engines' mean rate, multiplied by the average number of
+        engines.
+        """
         ready = [member for member in self._members if member.is_ready]
         done, _ = wait([member.worker.peak() for member in ready], timeout=_PEAK_SECONDS)
         peaks = [future.result() for future in done if future.exception() is None]

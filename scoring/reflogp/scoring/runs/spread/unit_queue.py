@@ -69,7 +69,7 @@ class UnitQueue:
 
         Args:
             size: maximum number of sequences in a new unit.
-            suspects: True allows units on which a worker died.
+            suspects: whether the unit may be one on which a worker died.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -90,7 +90,7 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Return True if the next unit is a retry of a unit on which a worker died."""
+        """Return True if the next unit, or a unit that contained it, was the unit on which a worker died."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
@@ -158,8 +158,8 @@ def unit_size(left: int, workers: int, per_second: float | None, most: int) -> i
     """Return the number of sequences for the next unit.
 
     The number is a share of the remaining sequences, but at least as many as a worker scores in 2 seconds, and at most as many
-    as it scores in 30 seconds. It never exceeds the remaining sequences divided by the number of workers, unless that quotient
-    is less than 8.
+    as it scores in 30 seconds. It is also at most the remaining sequences divided by the number of workers, if this quotient is
+    at least 8.
 
     Args:
         left: approximate number of sequences that no worker has yet.

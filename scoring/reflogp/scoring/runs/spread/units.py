@@ -135,8 +135,8 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """Decode the bytes that `encode` returned.
 
     Args:
-        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's processor, and
-            returns the same processor on this machine.
+        find_vision: function that is called for a unit with images. It gets the folder and settings of the processor that the
+            run used, and returns a processor with these settings on this machine.
     """
     reader = pa.BufferReader(content)
     table = pa.ipc.open_stream(reader).read_all()
@@ -178,8 +178,8 @@ class VisionCache:
     def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
         """Return the processor with these settings.
 
-        The processor is loaded from the run's folder if the folder is on this machine, otherwise from the model's folder.
-        Raises UsageError if neither folder has a processor with these settings.
+        The processor is loaded from `folder` if that folder exists on this machine and has it, otherwise from the model's
+        folder. Raises UsageError if neither folder has a processor with these settings.
         """
         with self._lock:
             for place in [folder, self._model]:
@@ -250,8 +250,9 @@ class UnitScorer:
             again: True if a lost worker may already have stored some of the sequences. Stored sequences are not computed again.
 
         Returns:
-            A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of the snapshot that
-            contains all other values; None if there are none) and "operations" (operations since the last result).
+            A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of a snapshot with
+            the values of all other sequences; None if there are no such sequences) and "operations" (operation counts since the
+            previous result).
 
         Raises the errors of the engine and the store, and EngineError after a call to `stop`. Computed values are committed.
         """
@@ -283,7 +284,7 @@ class UnitScorer:
         return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations}
 
     def peak(self) -> float | None:
-        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
+        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
         return self._engine.peak_flops_per_second()
 
     @property
@@ -316,7 +317,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
     """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence.
 
     Args:
-        now: the snapshot.
+        now: the snapshot in which to look up the sequences.
         keys: array of the keys of the whole sequences (binary).
         sequences: the sequences, truncated in the same way as for scoring.
     """
@@ -343,7 +344,7 @@ class ScoringWorker:
 
     Args:
         model: folder or hub id of the model, resolved on this machine.
-        revision: revision of a hub id.
+        revision: revision of the model, if `model` is a hub id.
         reference: Reference.to_json of the model; `prepare` raises UsageError if the weights on this machine differ.
         choice: fields of an EngineChoice.
         store: URI of the store.
@@ -389,7 +390,7 @@ class ScoringWorker:
         return self._units.score(content, again)
 
     def peak(self) -> float | None:
-        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
+        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
         return self._units.peak()
 
     def stop(self) -> None:
