@@ -164,7 +164,7 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
         parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     with pytest.raises(StepZeroError, match="policy_starts_at_reference=False") as caught:
         cached_trainer({"model": other}).train()
-    assert "a dtype other than float32, which the store names" in str(caught.value)
+    assert "in another dtype, although the store says float32" in str(caught.value)
     told = cached_trainer({"model": other, "policy_starts_at_reference": False})
     told.train()
     assert told.audit.step_zero is None

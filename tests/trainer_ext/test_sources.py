@@ -274,5 +274,5 @@ def test_sources_that_contradict_themselves(store, reference_folder):
 def test_a_reference_id_says_which_dtype_is_meant(store, source, reference_folder):
     named = ReferenceSource(store, model=str(reference_folder), reference_id=source.reference_id)
     assert named.described == source.described and not named.chooses_dtype
-    with pytest.raises(UsageError, match="is not the model"):
+    with pytest.raises(UsageError, match="is not an id of the model"):
         ReferenceSource(store, model=str(reference_folder), reference_id="00" * 16)

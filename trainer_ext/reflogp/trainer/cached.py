@@ -268,7 +268,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
 
     def _reference_settings(self) -> TrainerSettings:
-        """Return the settings of this run's config that change the reference's values.
+        """Return those settings of the run's config that affect the reference's sums.
 
         TRL 0.28 and older do not apply ld_alpha to the reference.
         """

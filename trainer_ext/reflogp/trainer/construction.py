@@ -26,7 +26,7 @@ class NoReferenceModel:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("this run has no reference model: its log-probs are joined from a store")
+        raise RuntimeError("this run has no reference model, because it uses stored reference log-probs")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"this run has no reference model, so the attribute {name!r} does not exist")
@@ -36,12 +36,13 @@ class NoReferenceModel:
 
 
 class ReferenceDuringTraining(NoReferenceModel):
-    """A placeholder for a reference model that supplies the reference's values during training, in place of dataset columns.
+    """A placeholder that replaces a reference model and supplies its values during training, so datasets need no reference
+    columns.
 
     Attributes:
         where: the source, reference and snapshot of the values.
-        of_generated_text: whether the values are for text that the policy generates. If so, the policy runs more than once per
-            step.
+        of_generated_text: whether the values are for text that the policy generates. If so, the policy also runs forward passes
+            to generate this text.
     """
 
     where: Where

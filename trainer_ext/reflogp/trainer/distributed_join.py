@@ -34,7 +34,7 @@ class Found:
     Attributes:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
-        asked: the keys and completion lengths that this process's rows need.
+        asked: the keys and completion lengths that were looked up for this process's rows.
         columns: the values in nats of each reference column, float32 of shape (n,), by column name; NaN for the rows in
             `misses`.
         misses: rows without values, or None if every row has values.
@@ -60,7 +60,8 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """Return the source with the reference dtype that the first process chooses for a policy that computes in `dtype`."""
+    """If the source has no reference dtype yet, let the first process choose one for a policy that computes in `dtype`. Return
+    the source with that dtype."""
     if not source.chooses_dtype:
         return source
 
@@ -70,7 +71,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
     if numerics(chosen) != dtype and Rank.here().rank == 0:
-        there = f"{source.location} has {source.model} only in this dtype, but the policy computes in {dtype}"
+        there = f"{source.location} has values of {source.model} only in this dtype, but the policy computes in {dtype}"
         logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
     return source.of(chosen)
 
@@ -128,7 +129,7 @@ def raise_missing(
     Raises:
         MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
             instead.
-        RankFailedError: raised on processes that did not look up values.
+        RankFailedError: another process raised one of these errors. Only the first process on each node looks up values.
     """
 
     def tell() -> None:
@@ -152,7 +153,7 @@ def join_on_all_ranks(
     settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up the values for the rows of a dataset that every process has a copy of.
+    """Look up the values for a dataset's rows. Every process must have a copy of the dataset.
 
     Args:
         dataset: the tokenised rows.

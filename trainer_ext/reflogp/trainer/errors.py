@@ -53,7 +53,7 @@ class BroughtColumnsError(ReferenceLogpsError):
     """A dataset already has reference columns whose values differ from the reference's, or cannot be verified.
 
     Attributes:
-        rows: numbers of the rows that differ in the trainer's tokenised dataset.
+        rows: numbers, in the trainer's tokenised dataset, of the rows whose values differ.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:

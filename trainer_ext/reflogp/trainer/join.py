@@ -38,8 +38,8 @@ _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
 #: Explanation for messages about missing rows that include sequences for KTO's KL term.
 _OF_KL = (
-    ". For KTO's KL term, each prompt is paired with another row's completion, depending on batch size and row order, so a "
-    "first run always lacks values for these pairs"
+    ". KTO's KL term pairs each prompt with another row's completion. The pairs depend on the batch size and the row order, so "
+    "a first run always lacks values for these pairs"
 )
 #: Number of rows per lookup when the dataset is a stream.
 _STREAM_ROWS = 256
@@ -79,13 +79,14 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """A record of what was joined, from where and with which settings, in enough detail to join the same columns again.
+    """A record of a join. Its source and its settings are enough to join the same columns again.
 
     Attributes:
         where: the source, reference and snapshot of the values.
         settings: the trainer's settings that the sums depend on.
-        rows: number of rows, or None for a stream. Every row has values, because a row without values raises an error.
-        coverage: fraction of all rows that have values; 1.0 for every join that succeeded.
+        rows: number of rows, or None for a stream.
+        coverage: fraction of the rows that have values. It is 1.0 after every join, because a row without values raises an
+            error.
         scored: number of rows whose values the service scored during this join.
         computed: number of rows whose values the trainer's own model computed during this join.
         brought: names of reference columns that were already in the dataset and were verified against the joined values.
@@ -204,7 +205,7 @@ def answer_rows(
 
 
 def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
-    """Return the rows of a dataset that a join found no values for, or None if every row has values."""
+    """Return the rows for which a join found no values, or None if every row has values."""
     missing = np.flatnonzero(join.missing)
     if not len(missing):
         return None
@@ -269,7 +270,7 @@ def with_columns(
 
     Args:
         columns: the values in nats of each reference column, float32 of shape (n,), by column name.
-        tokens: for each column, the number of log-probs in each sum, int64 of shape (n,).
+        tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
         dtype: dtype in which the reference was scored; existing columns may differ by the rounding error of this dtype.
 
     Raises BroughtColumnsError if the values of an existing column differ from the reference's.
@@ -295,8 +296,8 @@ def join_stream(
     """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the opened values. A data loader's worker, which is a forked process, cannot open them itself, because Delta's
-            library does not support this.
+        values: the values, already opened, because Delta's library cannot open them in the forked worker processes of a data
+            loader.
         trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for error messages.
     """

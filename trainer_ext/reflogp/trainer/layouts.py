@@ -45,7 +45,7 @@ class Layout:
         columns: names of the columns that contain token ids.
         canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
             chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        names: the trainer's names for reference columns, by reflogp's names; only names that differ are listed.
+        names: a dictionary from reflogp's names of reference columns to the trainer's names, where the two differ.
         cut: whether the rows are already truncated.
     """
 
@@ -84,7 +84,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Split a table's completion columns, whose token ids begin with the prompt, into prompt and completion columns."""
+    """Return a table whose completion columns no longer begin with the tokens of the prompt."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:

@@ -1,4 +1,5 @@
-"""Compute reference log-probs with the trainer's own model and TRL's own function, with any version of TRL."""
+"""Compute reference log-probs with the trainer's own model, by calling TRL's own function for this purpose in any TRL
+version."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def fill_in(
         missing: numbers of the rows without values, int64 of shape (n,).
         columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
             column name.
-        tokens: for each column, the number of log-probs in each sum, int64 of shape (n,).
+        tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
         dtype: dtype in which the reference was scored.
 
     Returns:
@@ -117,8 +118,8 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Return the reason why a trainer's model may not have the weights in the reference's files; empty if the weights are the
-    same."""
+    """Return the reason why the weights of a trainer's model may differ from those in the reference's files, or an empty string
+    if they are equal."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="

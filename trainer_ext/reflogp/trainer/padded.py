@@ -1,4 +1,5 @@
-"""Convert a trainer's padded batch into sequences for a service to score, and the responses back to the batch's shape."""
+"""Convert a trainer's padded batch into sequences that a service can score, and put the returned log-probs into the batch's
+shape."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class PaddedBatch:
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of tokens at the end of each row whose log-probs are needed. If `completion` equals the width,
+        completion: log-probs are needed for this number of tokens at the end of each row. If the number equals the width,
             log-probs are needed for every token that has a context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
@@ -93,7 +94,7 @@ class Wanted:
     """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: row and column of the completion's first value in the batch.
+        row, start: position of the first completion token in the batch, as row and column.
         prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
         attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
     """

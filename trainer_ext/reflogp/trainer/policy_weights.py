@@ -1,8 +1,8 @@
 """Detect whether a policy's weights have changed since its trainer was created.
 
-Step counts do not reveal all changes, because `train()` resets step counts, a checkpoint may be loaded without them, and users
-may modify the model themselves. Version counters of tensors are not reliable either, because writes through `.data` do not
-change the counters. Therefore, this module hashes the content of the weights.
+Step counts do not reveal all changes: `train()` resets them, a checkpoint may be loaded without its step count, and users may
+modify the model themselves. Version counters of tensors are not reliable either, because writes through `.data` do not change
+the counters. Therefore, this module hashes the content of the weights.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _weights(model: Any, with_adapters: bool) -> Iterator[torch.Tensor]:
 
 
 def _mixed_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of the hashes of all elements' bits. A plain sum of the elements would miss two changes that cancel
-    out."""
+    """Hash the bits of each element, and return the sum of the hashes. A sum of the elements themselves would not reveal two
+    changes that cancel each other out."""
     if tensor.is_meta or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)

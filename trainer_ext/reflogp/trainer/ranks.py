@@ -114,6 +114,6 @@ def _agreed(what: str, future: Future[T]) -> T:
 
 
 def of_my_node(values: list[T]) -> T:
-    """Return the value of this node's first process, given the values of all processes in rank order."""
+    """From the values of all processes in rank order, return the value of the first process on this node."""
     rank = Rank.here()
     return values[rank.rank - rank.local_rank]

@@ -47,12 +47,12 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass
 class Traffic:
-    """Counts of what was requested from the service, and how long the requests took.
+    """The number of batches, sequences and tokens requested from the service, and the time that the requests took.
 
     Attributes:
         batches: number of batches requested.
         sequences, tokens: number of sequences and number of tokens in all requests.
-        seconds: total time from sending each batch's requests to receiving the batch's values.
+        seconds: time from sending a batch's requests to receiving the batch's values, summed over all batches.
         waited_seconds: the part of `seconds` during which the trainer waited.
     """
 
@@ -68,7 +68,7 @@ class Traffic:
 
 
 class RemoteReference(ReferenceDuringTraining):
-    """A reference model that runs in a service, and whose log-probs this object requests.
+    """A stand-in for a reference model that runs in a service. It requests the model's log-probs from the service.
 
     A RemoteReference cannot be called like a model, because the service would have to send the logits of the whole vocabulary
     for each token, although only one log-prob per token is needed. Call `per_token_logps` to get the log-probs.
@@ -145,8 +145,8 @@ class RemoteReference(ReferenceDuringTraining):
         Args:
             input_ids: token ids, padded on either side, shape (rows, width).
             attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width), or None if there is no padding.
-            completion_tokens: number of tokens at the end of each row whose log-probs to return, or None for all tokens except
-                the first.
+            completion_tokens: return log-probs for this number of tokens at the end of each row, or, if None, for all tokens
+                except the first.
             temperature: value by which logits are divided.
 
         Returns:
@@ -191,15 +191,15 @@ class RemoteReference(ReferenceDuringTraining):
             return
         extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
-            f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, but the "
-            f"policy computes in {dtype} with a head in {head}: their log-probs would differ even at the first step. Set "
-            f'dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
+            f"{self.where.store} computes {has.name or has.reference_id} in {has.dtype} (output layer: {has.lm_head_dtype}), "
+            f"but the policy computes in {dtype} (output layer: {head}): their log-probs would differ even at the first step. "
+            f'Set dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
             f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Request a batch's values in a thread, so that the caller can compute in the meantime; `collect` returns the
-        values."""
+        """Request a batch's values in another thread, so that the caller can continue until it needs them and calls
+        `collect`."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:

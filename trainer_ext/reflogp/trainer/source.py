@@ -36,20 +36,19 @@ class ReferenceSource:
     Args:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join`
             wrote (….parquet).
-        model: the reference model: a folder or hub id. Only digests of the model's files are computed, and they are cached;
-            weights are never loaded. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a
-            file.
+        model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
+            are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" selects the dtype of
-            `reference_id` if an id is given, and otherwise the dtype in which the location has the model. If the location does
-            not have the model, "auto" selects the dtype in which the run computes. If the location has the model in several
-            dtypes, the run's dtype must be one of them. CachedDPOTrainer and CachedKTOTrainer determine the run's dtype from
-            the policy and its mixed precision; all other code that uses a source assumes bfloat16.
+            `reference_id` if an id is given, and otherwise the only dtype in which the location offers values of the model. If
+            the location offers none, "auto" selects the dtype in which the run computes. If it offers values in several dtypes,
+            "auto" selects the run's dtype, which must be one of them. CachedDPOTrainer and CachedKTOTrainer determine the run's
+            dtype from the policy and its mixed precision; all other code that uses a source assumes bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of a snapshot, or None for the latest snapshot when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
             command that scores the rows. With "score", the service scores the rows and stores their values before training
-            begins. With "compute", the trainer's own model computes the values while the model still equals the reference:
-            before the first step, or with its adapter off.
+            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. A model without an
+            adapter must still equal the reference.
         lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
         reference: name of the reference model in a service, in place of `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
@@ -138,7 +137,7 @@ class ReferenceSource:
         return of_run
 
     def of(self, reference: Reference) -> ReferenceSource:
-        """Return a copy of this source that uses `reference`, which was chosen for the source's model."""
+        """Return a copy of this source that looks up the values of `reference`, which `chosen_for` returned."""
         found = copy.copy(self)
         found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found
@@ -221,7 +220,7 @@ def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: 
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)
         if found is None:
             raise UsageError(
-                f"the reference {reference_id} is not the model {model} in any dtype: omit model= or reference_id="
+                f"reference_id={reference_id} is not an id of the model {model} in any dtype: omit model= or reference_id="
             )
         return found
     found = describe_reference(model, "bfloat16" if dtype == AUTO else dtype, lm_head_dtype=lm_head_dtype)

@@ -19,7 +19,7 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 def tolerance(dtype: str, is_moe: bool) -> float:
     """Return the allowed difference in nats/√tokens if both computations used `dtype`; unknown dtypes are treated as bfloat16.
 
-    Under autocast, the tolerance is the one for the dtype of the matrix products, which cause most of the difference.
+    For an autocast dtype, the tolerance depends on the dtype of the matrix products, because they cause most of the difference.
     """
     dense, experts = _allowed(dtype)
     return experts if is_moe else dense
@@ -35,14 +35,14 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
     Args:
         model: the policy, unwrapped.
-        accelerator: the trainer's Accelerator, which reflects bf16=, fp16=, `accelerate launch --mixed_precision` and
-            DeepSpeed's settings, or None to return the dtype of the weights.
+        accelerator: the trainer's Accelerator. It has the mixed precision that bf16=, fp16=, `accelerate launch
+            --mixed_precision` or DeepSpeed's settings requested. If None, the dtype of the weights is returned.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and
-        "bfloat16" for weights that are bfloat16 when they are used: a bfloat16 policy with or without autocast, DeepSpeed with
-        bf16, or FSDP with its own mixed precision. The names for float16 are analogous. Without mixed precision, the result is
-        the dtype of the weights.
+        "bfloat16" if the weights are bfloat16 during the forward pass: a bfloat16 policy with or without autocast, DeepSpeed
+        with bf16, or FSDP with its own mixed precision. The names for float16 are analogous. Without mixed precision, the
+        result is the dtype of the weights.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:

@@ -46,10 +46,10 @@ class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
 
 
 def _kto_trainer() -> Any:
-    """Return the KTOTrainer class that has the hook, or None if there is none.
+    """Return the class that defines the hook (KTOTrainer or one of its parents), or None if there is no such class.
 
-    In TRL 1.8 and newer, the exported class has the hook. In TRL 1.2 to 1.7, a parent of the exported class has the hook; the
-    exported class only adds a warning that TRL will move the trainer.
+    In TRL 1.8 and newer, `trl.KTOTrainer` itself defines the hook. In TRL 1.2 to 1.7, one of its parents does, and
+    `trl.KTOTrainer` only adds a warning that TRL will move the trainer.
     """
     return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
 

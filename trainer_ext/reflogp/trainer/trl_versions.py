@@ -36,7 +36,8 @@ def trl_version() -> str:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Return True if a class is defined by TRL, or is unsloth's copy of such a class, rather than a third-party subclass."""
+    """Return True if TRL defines the class, or if it is unsloth's copy of such a class. Return False for third-party
+    subclasses."""
     module = trainer_class.__module__
     return module.startswith("trl.") or _is_of_unsloth(trainer_class)
 
@@ -67,7 +68,7 @@ def refuse_late_unsloth(trainer_class: type) -> None:
 def require_hook(trainer_class: type) -> None:
     """Raise ImportError if TRL is new enough to have the hook, but the trainer lacks it.
 
-    Without this check, the trainer would be treated like one from an older TRL, whose columns and losses differ.
+    Without this check, the trainer would be handled as if TRL were an older version, with other columns and losses.
     """
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
@@ -104,5 +105,5 @@ def default_config(trainer_class: type, model: Any) -> Any:
 
 
 def with_own_tag(trainer_class: type) -> list[str]:
-    """Return a trainer class's tags for models and model cards, plus reflogp's tag."""
+    """Return the tags that a trainer class adds to models and model cards, together with reflogp's own tag."""
     return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

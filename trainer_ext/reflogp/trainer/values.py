@@ -43,7 +43,7 @@ _VALUES_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Where:
-    """Where values came from, in enough detail to request the same values again.
+    """The origin of reference values, described precisely enough to request the same values again.
 
     Attributes:
         store: the store's URI, the service's URL, or the file's path.
@@ -67,14 +67,15 @@ class Values(Protocol):
         """Look up the log-probs that a dataset's rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return a list of token values (list<float32>) for each key, or null if the key has no values or its values are
+        """Return the log-probs of each key's completion tokens (list<float32>), or null for a key whose values are missing or
         damaged.
 
         Raises UsageError if only sums are available.
         """
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
-        """Return the command that scores `data` into the source of these values; empty if the source is a file of sums."""
+        """Return the command that scores `data` and adds the results to this source, or an empty string if the source is a
+        file."""
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
@@ -175,8 +176,8 @@ class ServiceValues:
 
     @staticmethod
     def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
-        """Return those references in `candidates` that a service serves. If `name` is given, return only the candidate with
-        this name or id."""
+        """Return the references in `candidates` that the service at `url` serves. If `name` is given, return only the reference
+        with this name or id."""
         with Client(url.rstrip("/"), token) as client:
             served = {known.reference_id for known in client.references() if name in (None, known.name, known.reference_id)}
         return [reference for reference in candidates if reference.reference_id in served]
@@ -219,7 +220,7 @@ class ServiceValues:
         Args:
             rows: token ids, in prompt_ids and the completion columns.
             on_change: function that is called with the job whenever its state changes.
-            timeout: maximum seconds to wait for the job, or None for no limit.
+            timeout: maximum number of seconds to wait for the job, or None for no limit.
 
         Raises:
             DeadlineExceededError: the job did not end in time; the service continues the job.
@@ -242,8 +243,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. Token values are requested only for keys that need the sum of a
-    prefix."""
+    """The sums that a service found for the given keys. If the sum of only a completion's first tokens is needed, the values of
+    its tokens are requested as well."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -301,7 +302,7 @@ class FileValues:
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
             raise UsageError(
-                f"{self.where.store} has no column {', '.join(missing_columns)}: the file was joined for rows of another type"
+                f"{self.where.store} has no column {', '.join(missing_columns)}: the file was made for another type of dataset"
             )
         sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
         there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])
@@ -321,7 +322,7 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each row's sums by both keys of its pair, because with ld_alpha a sum also depends on the other
+        """Look up each row's sums by the keys of both completions, because with ld_alpha, each sum also depends on the other
         completion."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),

@@ -1,12 +1,12 @@
 """Train on pairs with images, and reject all other datasets that contain more than text.
 
-Stored log-probs are looked up by token ids alone. Datasets are therefore checked before a trainer prepares them, so that no row
-is trained with the values of a different input.
+Stored log-probs are looked up by token ids alone, so a row with unsupported media could get the values of a different input. To
+prevent this, datasets are checked before a trainer prepares them.
 
 TRL tokenises pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
-tokens from which a row's keys are computed. To compute keys, the collator gets blank images of the same sizes as the row's
-images, so that no pixels have to be processed, and image ids then replace the image tokens (reflogp.store.images). Because the
-collator drops the reference columns, reflogp adds these columns to the collator's output.
+tokens from which a row's keys are computed. To save time, the collator then gets blank images of the same sizes instead of the
+row's images. After that, image ids replace the image tokens (reflogp.store.images). Because the collator drops the reference
+columns, reflogp adds these columns to the collator's output.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
 
     Args:
         dataset: a Dataset or a stream. In a Dataset, all rows are checked if any column may contain media. In a stream, the
-            first row is checked if `raw` is True. Any other object is accepted.
+            first row is checked if `raw` is True. Objects of other types are not checked.
         name: the dataset's name in error messages (train, eval, …).
         raw: whether TRL has yet to prepare the dataset. If True, columns with the names of image columns are rejected even if
             they contain no images.
-        images: whether the trainer accepts pairs with images. If True, only columns with the names of other media are rejected.
+        images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, are
+            rejected.
     """
     if images:
         _refuse_other_media(dataset, name)
@@ -178,7 +179,7 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            "rows with images are identified by the tokens from TRL's collator, but this run uses the data collator "
+            "the keys of rows with images are computed from the output of TRL's collator, but this run uses the collator "
             f"{type(collator).__name__}: omit data_collator"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
@@ -234,8 +235,8 @@ class RowTokens:
             images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:
                 raise UsageError(
-                    f"an image is a {type(strange[0]).__name__}, which is not decoded; cast the column, for example with "
-                    'dataset.cast_column("images", List(Image()))'
+                    f"an image has the type {type(strange[0]).__name__}, so it is not decoded; cast the column, for example "
+                    'with dataset.cast_column("images", List(Image()))'
                 )
             seen = [(pixel_digest(image), kind_of_image(image)) for image in images]
             blank = blanks([kind for _, kind in seen])

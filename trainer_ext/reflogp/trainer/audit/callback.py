@@ -43,14 +43,14 @@ _SHOWN_PROBLEMS = 5
 class ReferenceAudit(TrainerCallback):
     """A callback that checks a training run's reference log-probs and whether the run follows its settings.
 
-    The audit stops a run only if its reference values are at fault: columns do not reach the loss, values are wrong, or a
+    The audit stops a run only because of its reference values: if they do not reach the loss, if they are wrong, or if a
     reference model still runs. Any other problem is logged as a warning and written to the report, and the run continues.
 
     - `columns` stops the run if the reference columns do not reach the collated batch of every process, or are not finite.
 
     - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
-      policy runs an additional forward pass without gradients. Additional policy passes with gradients (more than one pass per
-      micro-batch, or more than two with KTO's KL sequences) are reported but do not stop the run.
+      policy runs an additional forward pass without gradients. Additional passes with gradients are reported but do not stop
+      the run. The policy is expected to run one pass per micro-batch, or two if the batch has KTO's KL sequences.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
       log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
@@ -59,9 +59,9 @@ class ReferenceAudit(TrainerCallback):
     - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
       means over all processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. `schedule` also
-      reports logs, evaluations and saves that the settings require but that did not happen. Additional logs, evaluations and
-      saves are allowed.
+    - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
+      does not take exactly one step. It also reports logs, evaluations and saves that are missing although the settings require
+      them. Additional logs, evaluations and saves are allowed.
 
     - `spot_check` scores some random rows again, and stops the run if the results differ from the joined values. The rows are
       scored by a service, by the policy before training, or by the policy with its adapter off.
@@ -304,7 +304,8 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def wants_first_batch(self) -> bool:
-        """Return True if the next batch's values must be compared with the policy's own log-probs."""
+        """Return True if the next batch is the one on which the step-0 gate compares the policy's log-probs with the
+        reference's."""
         if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
             return False
         return bool(self._trainer.state.global_step == self._schedule.first_step)
@@ -385,12 +386,14 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _reward_models(self) -> list[torch.nn.Module]:
-        """Return the models other than the policy that may run in a training step: reward functions that are torch modules."""
+        """Return the reward functions that are torch modules. Besides the policy, only these models may run in a training
+        step."""
         return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
     def _not_at_reference(self) -> str:
-        """Return the reason why the policy's current log-probs may differ from the reference's; empty if they should be equal.
+        """Return why the policy's current log-probs may differ from the reference's, or an empty string if they should be
+        equal.
 
         The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
@@ -406,8 +409,8 @@ class ReferenceAudit(TrainerCallback):
     def _logs_reference_means(self) -> bool:
         """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        With any single loss, DPO's rewards are beta times (log-prob minus reference log-prob). KTO's logged rewards are means
-        over only some of the rows.
+        DPO with a single loss of any type logs rewards that equal beta times (log-prob minus reference log-prob). For KTO, the
+        mean cannot be computed, because the rewards that KTO logs are means over only some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
@@ -415,10 +418,10 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _weighs_losses(self) -> bool:
-        """Return True if the trainer's loss is a list of losses.
+        """Return True if the trainer combines several losses (`loss_type` is a list).
 
-        With several losses, the rewards may not be beta times (log-prob minus reference log-prob), because TRL before 0.29 adds
-        up the rewards of all losses, and some losses define their rewards differently.
+        The logged rewards may then differ from beta times (log-prob minus reference log-prob): TRL before 0.29 adds up the
+        rewards of all losses, and some losses define rewards differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
@@ -459,7 +462,7 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. A resumed run keeps the step-0 result from its first start."""
+        """Return the report. If the run was resumed, the report keeps the step-0 result from the run's first start."""
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {

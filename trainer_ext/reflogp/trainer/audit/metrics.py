@@ -40,7 +40,7 @@ class Disagreements:
 
 
 class GlobalMeans:
-    """The means of the joined columns since the previous log, to compare with the next log.
+    """The joined columns' means over the batches since the previous log, which are compared with the metrics in the next log.
 
     Attributes:
         compared: number of logs whose metrics were compared.
@@ -60,8 +60,8 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means, because TRL's trainers clear their metrics at each log, even at a log that a callback
-        requests."""
+        """Discard the recorded means. TRL's trainers clear their metrics whenever they log, even if a callback requested the
+        log."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:

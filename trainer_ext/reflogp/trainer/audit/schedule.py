@@ -20,8 +20,8 @@ class Schedule:
         args: the trainer's settings.
         max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
         first_step: global step at which the run was started or resumed.
-        every: number of steps between two events of a type, by event, if known. The interval can differ from the settings,
-            because transformers resumes a run with the intervals in its checkpoint.
+        every: number of steps between two logs, evaluations or saves, by event, if known. In a resumed run, this number may
+            differ from the settings, because transformers uses the intervals from the checkpoint.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
@@ -75,7 +75,7 @@ class Schedule:
             self.happened[event].append(step)
 
     def missed(self) -> list[str]:
-        """Return a problem for each type of event that should have happened by now but did not."""
+        """Describe the logs, evaluations and saves that were due by now but did not happen, in one message per type."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}

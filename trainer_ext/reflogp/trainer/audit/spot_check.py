@@ -80,7 +80,7 @@ def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torc
 
 
 def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
-    """Return the completion lengths of a reference column's sequences, from a collated batch of any TRL version."""
+    """Return the lengths of the completions whose sums are in the reference column `name`. Batches of all TRL versions work."""
     masks = {
         "ref_chosen_logps": ("chosen_attention_mask",),
         "ref_rejected_logps": ("rejected_attention_mask",),
@@ -123,7 +123,7 @@ def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[list[float]]
 
 
 def _kept(trainer: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without the columns that TRL prunes before its collator."""
+    """Return a row without the columns that TRL removes before it passes rows to its collator."""
     trainer._set_signature_columns_if_needed()
     kept = set(trainer._signature_columns or row)
     return {name: value for name, value in row.items() if name in kept} if trainer.args.remove_unused_columns else row

@@ -18,15 +18,16 @@ from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, 
 _CAUSES = (
     "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
     "policy_starts_at_reference=False, or set the option policy_starts_elsewhere in a framework's command or config);{dtype} "
-    "the chat template or tokenizer differs, but its tokens happen to have the same ids; the values were truncated in a way "
-    "that the policy's collator does not truncate; the stored values are not what was scored (run `reflogp store verify`)"
+    "the chat template or tokenizer is a different one that happens to produce the same token ids; the scored sequences were "
+    "not truncated in the same way as the policy's batches; the stored values were changed after scoring (run `reflogp store "
+    "verify`)"
 )
 _CAUSES_WITH_A_SERVICE = (
-    "Likely causes: the stored values are not what was scored (run `reflogp store verify`); the joined file belongs to other "
-    "rows"
+    "Likely causes: the stored values were changed after scoring (run `reflogp store verify`); the joined file belongs to "
+    "other rows"
 )
 _OTHER_DTYPE = " the values were scored in another dtype (the store says {reference}, the policy computes in {policy});"
-_UNTRUE_DTYPE = " the values were scored in a dtype other than {reference}, which the store names;"
+_UNTRUE_DTYPE = " the values were scored in another dtype, although the store says {reference};"
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class StepZero:
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
-        not_finite: number of sequences that were not compared, because the policy's own log-probs, unlike the reference's, are
-            NaN or infinite.
+        not_finite: number of sequences that were not compared because the policy's own log-probs are NaN or infinite, although
+            the reference's are finite.
     """
 
     sequences: int

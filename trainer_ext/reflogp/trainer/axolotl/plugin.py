@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a reference model as axolotl does, but load none if the run uses the plugin."""
+    """Load the reference model with axolotl's own function, but load none if the run uses the plugin."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
@@ -96,8 +96,8 @@ def _prepare(cfg: Any) -> None:
 def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if cfg.rl not in _TRAINERS:
         raise UsageError(
-            f"rl: {cfg.rl.value if cfg.rl else 'not set'} does not use reference log-probs of given completions: remove the "
-            "plugin StoredReferencePlugin"
+            f"rl: {cfg.rl.value if cfg.rl else 'not set'} does not use reference log-probs of the dataset's completions: "
+            "remove the plugin StoredReferencePlugin"
         )
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")

@@ -15,7 +15,7 @@ from reflogp.trainer.source import OnMiss, ReferenceSource
 class StoredReferenceSettings(BaseModel):
     """Settings for where the reference log-probs are stored, which model computed them, and what to check.
 
-    axolotl rejects unknown keys before it reads any data.
+    If the section has an unknown key, axolotl raises an error before it reads any data.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -23,10 +23,12 @@ class StoredReferenceSettings(BaseModel):
     store: str = Field(description="a store (folder, s3://…) or a running service (http://…)")
     model: str | None = Field(None, description="the reference model; default: base_model")
     dtype: Dtype | None = Field(
-        None, description="dtype of the reference; default: the dtype in which the store has the model, or else the policy's"
+        None,
+        description="the reference's dtype; default: the only dtype in which the store has values of the "
+        "model, or else the policy's dtype",
     )
-    reference: str | None = Field(None, description="name of the reference in a service, instead of a model")
-    reference_id: str | None = Field(None, description="the reference's id, instead of a model")
+    reference: str | None = Field(None, description="the reference's name in a service; replaces `model`")
+    reference_id: str | None = Field(None, description="the reference's id; replaces `model`")
     snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
     policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start as the reference")

@@ -1,7 +1,7 @@
 """Supply frameworks other than TRL with reference log-probs for their training batches, from a store or a service.
 
-Each framework tokenises, truncates and collates in its own way. Therefore, values are looked up before training for the
-framework's own tokenised datasets, and each row of a batch is then found by its tokens.
+Each framework tokenises, truncates and collates in its own way. Therefore, the values are looked up before training, for the
+datasets as the framework tokenised them. During training, the tokens of each row in a batch identify the row's values.
 """
 
 from reflogp.trainer.batches.reference import BatchReference

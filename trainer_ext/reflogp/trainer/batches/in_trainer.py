@@ -27,7 +27,7 @@ _AnyTrainer: Any = object
 
 @dataclass(frozen=True)
 class StoredReference:
-    """A run's settings for stored values, which are separate from the framework's own settings.
+    """The settings for stored values in one run. They are not part of the framework's own settings.
 
     Attributes:
         source: where the values are stored.

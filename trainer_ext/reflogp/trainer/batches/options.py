@@ -24,7 +24,7 @@ def read_options(
     command: str,
     words: Sequence[str],
     model: str,
-    dtype: str = "the dtype in which the store has the model, or else the policy's dtype",
+    dtype: str = "the only dtype in which the store has values of the model, or else the policy's dtype",
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
@@ -34,8 +34,8 @@ def read_options(
         command: name of the command, for its help text.
         words: the arguments of the command.
         model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help text. If `dtype` is not
-            given, the help text states the default that `stored_reference` uses. Commands with another default must pass
-            `dtype`.
+            given, the help text states the default that `stored_reference` uses. Commands with a different default must
+            describe it in `dtype`.
 
     Returns:
         the options, the other arguments, and the parser.
@@ -44,9 +44,14 @@ def read_options(
     add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
     add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
     add("--reflogp.model", dest="model", help=f"the reference model; default: {model}")
-    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help=f"dtype of the reference; default: {dtype}")
-    add("--reflogp.reference", dest="reference", metavar="NAME", help="name of the reference in a service, instead of a model")
-    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id, instead of a model")
+    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help=f"the reference's dtype; default: {dtype}")
+    add(
+        "--reflogp.reference",
+        dest="reference",
+        metavar="NAME",
+        help="the reference's name in a service; replaces --reflogp.model",
+    )
+    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id; replaces --reflogp.model")
     add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of a snapshot; default: the latest")
     add(
         "--reflogp.on_miss",
@@ -60,7 +65,8 @@ def read_options(
         "--reflogp.policy_starts_elsewhere",
         dest="policy_starts_elsewhere",
         action="store_true",
-        help="if the policy does not start as the reference: do not compare the first batch with the stored values",
+        help="required if the policy does not start as the reference: the first batch is then not compared with the stored "
+        "values",
     )
     add(
         "--reflogp.step_zero_tolerance",
@@ -91,11 +97,11 @@ def read_options(
 def warn_if_untested(package: str, tested: str) -> None:
     """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
-    The run continues, and the step-0 gate stops the run if the log-probs differ.
+    The run continues, but the step-0 gate stops it if the policy's log-probs differ from the reference's.
 
     Args:
         package: name of the framework's package.
-        tested: the tested version. A shorter version, such as "0.11", stands for all versions that begin with it.
+        tested: the tested version. A prefix such as "0.11" covers all versions that begin with it.
     """
     found = importlib.metadata.version(package)
     if f"{found}.".startswith(f"{tested}."):
@@ -108,7 +114,8 @@ def warn_if_untested(package: str, tested: str) -> None:
 
 
 def give_to_processes(options: argparse.Namespace) -> None:
-    """Pass this command's options to the processes that a launcher will start with the command's other arguments."""
+    """Pass this command's options to the training processes, to which the launcher passes only the command's other
+    arguments."""
     os.environ[_FOR_PROCESSES] = json.dumps(vars(options))
 
 
@@ -118,7 +125,7 @@ def names_reference(options: argparse.Namespace) -> bool:
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for a setting that may make the framework's reference differ from the model in the setting `model`."""
+    """Return the error for `setting`, which may make the framework's reference differ from the model in the setting `model`."""
     return UsageError(
         f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
@@ -150,8 +157,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return a run's settings for stored values. If the options set no dtype, the reference's dtype is the dtype in which the
-    store or service has the model, or else the policy's dtype.
+    """Return a run's settings for stored values. If the options set no dtype, the reference's dtype is the only dtype in which
+    the store or service has the model, or else the policy's dtype.
 
     Args:
         options, model: see `source_of`.

@@ -49,8 +49,8 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 class BatchReference(ReferenceDuringTraining):
     """The reference log-probs for padded batches, from a store or a service.
 
-    The constructor looks up every row of the datasets, so that no value can be missing during training. Each row of a batch is
-    then found by its tokens, so shuffling, packing and evaluation need no special handling.
+    The constructor looks up every row of the datasets, so that no value can be missing during training. During training, the
+    tokens of each row in a batch identify the row's values, so shuffling, packing and evaluation need no special handling.
 
     Args:
         source: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums over whole
@@ -130,12 +130,13 @@ class BatchReference(ReferenceDuringTraining):
 
         Args:
             input_ids, attention_mask: a padded batch, as for `token_logps`, shape (B, L).
-            labels: -100 for tokens that are not in the sum, shape (B, L). A row's first token is never in the sum.
+            labels: -100 at tokens whose log-probs are not added to the sum, shape (B, L). A row's first token has no log-prob,
+                whatever its label.
 
         Returns:
             sums in nats (float32) and token counts (int64), each of shape (B,), on the device of `input_ids`.
 
-        Raises UsageError if padding has labels, because no store has log-probs of padding.
+        Raises UsageError if padding has labels other than -100, because no store has log-probs of padding.
         """
         if bool(((labels != IGNORED) & (attention_mask == 0)).any()):
             raise UsageError(
@@ -163,7 +164,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of the first process's lookup, which all processes receive."""
+    """What the run's first process found when it looked up the values. All processes receive this result."""
 
     where: Where
     scored: dict[str, int]
@@ -252,7 +253,7 @@ def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
 
 
 def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
-    """Return a mask of the sequences that need values. A sequence with an empty completion needs no values."""
+    """Return a mask of the sequences that need values: those with at least one completion token."""
     return asked.needed[_SEQUENCES] > 0
 
 

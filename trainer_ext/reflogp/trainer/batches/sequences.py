@@ -31,10 +31,11 @@ _ROWS_AT_ONCE = 1024
 
 
 class TokenDataset(Protocol):
-    """A tokenised dataset, as the framework will batch it.
+    """A framework's tokenised dataset, with exactly the tokens that the framework puts into its batches.
 
-    Iterating yields a list of sequences for each row (two sequences for a preference pair). Each sequence is a tuple of its
-    token ids without padding and the index of its completion's first token. Every row has the same number of sequences.
+    Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). A sequence is a
+    tuple: its token ids without padding, and the index of its completion's first token. Every row has the same number of
+    sequences.
     """
 
     def __len__(self) -> int:
@@ -90,7 +91,8 @@ def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds,
 
 
 def row_key(token_ids: TokenIds) -> bytes:
-    """Return 16 bytes that identify a row's tokens (prompt and completion), regardless of the length of the prompt."""
+    """Return a 16-byte key of a sequence's tokens. The key does not depend on where the prompt ends and the completion
+    begins."""
     return hashlib.blake2b(token_ids.astype("<u4").tobytes(), digest_size=16, person=_ROW_PERSON).digest()
 
 
@@ -102,8 +104,8 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each row of a dataset, the rows of `table` that contain its sequences, int64 of shape (rows, sequences per row),
-            by dataset name.
+        of: for each dataset, by name, where `table` has the sequences of each dataset row: row numbers of `table`, int64 of
+            shape (rows, sequences per row).
     """
 
     table: pa.Table
@@ -111,8 +113,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the numbers of the rows that have a sequence marked True in `marked`, by dataset name. Datasets without such
-        rows are omitted."""
+        """Return the numbers of the rows that have at least one marked sequence, by dataset name. `marked` is a mask over the
+        rows of `table`. Datasets without such rows are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
@@ -120,9 +122,8 @@ class Sequences:
 def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
     """Collect the distinct sequences of the given datasets.
 
-    Rows with the same tokens share one sequence. If the completions of such rows begin at different tokens, the longer
-    completion is used, because a token's log-prob depends on the tokens before it, but not on how many of them belong to the
-    prompt.
+    Rows with the same tokens share one sequence. If their completions begin at different tokens, the longest completion is used
+    for all of them: a token's log-prob depends on the tokens before it, but not on where the prompt ends.
 
     Args:
         datasets: the datasets by name.
@@ -179,8 +180,8 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the values (in nats) of a row's completion, which is the end of `token_ids`, or None if the row is not in the
-        file.
+        """Return the log-probs (in nats) of a row's completion tokens, or None if the row is not in the file. The completion is
+        the last part of `token_ids`.
 
         Args:
             token_ids: token ids of the prompt and the completion, without padding, shape (n,).

@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only the functions that
-create LLaMA-Factory's reference model and trainers are replaced.
+LLaMA-Factory's own launcher runs, and it starts torchrun whenever `llamafactory-cli` would. Only the functions that create
+LLaMA-Factory's reference model and trainers are replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reflogp.trainer.llamafactory.trainers import StoredDPOTrainer, StoredKTOTra
 
 _MODULE = "reflogp.trainer.llamafactory.train"
 _TESTED = "0.9.5"
-#: Names of LLaMA-Factory's training stages that do not use reference log-probs of given completions.
+#: Names of LLaMA-Factory's training stages that do not use reference log-probs of the dataset's completions.
 _OTHER_STAGES = ("pt", "sft", "rm", "ppo")
 
 
@@ -55,8 +55,8 @@ class Replacements:
         self._stored: StoredReference | None = None
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Create no model, but record which model LLaMA-Factory would load as the reference, so that its values can be looked
-        up."""
+        """Record which model LLaMA-Factory would load as the reference, so that its values can be looked up. No model is
+        created."""
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
@@ -92,8 +92,8 @@ class Replacements:
                 raise UsageError(
                     f"pref_loss {loss} uses no reference model: start this run with llamafactory-cli"
                     if loss in ("orpo", "simpo")
-                    else f"this version of LLaMA-Factory creates its reference model differently: install {_TESTED}, which "
-                    "reflogp supports"
+                    else "this version of LLaMA-Factory creates its reference model in a way that reflogp does not support: "
+                    f"install version {_TESTED}"
                 )
             return trainer_class(*args, stored=self._stored, **kwargs)
 
@@ -128,7 +128,8 @@ def main() -> None:
 
 
 def _starts_torchrun() -> bool:
-    """Return True if the launcher will start separate training processes; the launcher uses the same rule."""
+    """Return True if LLaMA-Factory's launcher will start training in separate processes. The launcher checks the same
+    conditions."""
     forced = is_env_enabled("FORCE_TORCHRUN") or is_env_enabled("USE_MCA")
     return bool(forced or (get_device_count() > 1 and not use_ray() and not use_kt()))
 
@@ -143,12 +144,14 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
         (
             train.tuner,
             "_ray_training_function",
-            _refusing("use_ray is not supported, because Ray's workers are processes that reflogp does not start"),
+            _refusing("use_ray is not supported: Ray would start training processes without reflogp's changes"),
         ),
         (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
     ]
     for stage in _OTHER_STAGES:
-        words = f"stage {stage} does not use reference log-probs of given completions: start this run with llamafactory-cli"
+        words = (
+            f"stage {stage} does not use reference log-probs of the dataset's completions: start this run with llamafactory-cli"
+        )
         replaced.append((train.tuner, f"run_{stage}", _refusing(words)))
     for owner, name, replacement in replaced:
         patches.enter_context(mock.patch.object(owner, name, replacement))

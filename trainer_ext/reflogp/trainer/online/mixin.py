@@ -47,8 +47,8 @@ class RemoteReferenceMixin(_AnyTrainer):
 
     Raises:
         UsageError: TRL would not use a reference with these arguments, or the arguments do not match the service's reference.
-        ReferenceNotFoundError, ServiceError: the service does not have the reference, is unreachable, or does not respond
-            before the deadline during training.
+        ReferenceNotFoundError, ServiceError: the service does not have the reference or is unreachable, or it does not respond
+            in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.
         UnusableLogpsError: the reference cannot score some sequences.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
@@ -132,7 +132,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
 
 def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
-    """Return the values that the policy computes without dropout, as an array of shape (rows, completion tokens)."""
+    """Call `policy` without dropout and gradients, and return its values as an array of shape (rows, completion tokens)."""
     was_training = model.training
     model.eval()
     try:
@@ -143,7 +143,7 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """Return the result of `step_zero.differences` for the rows that have tokens to compare."""
+    """Return the result of `step_zero.differences` for the rows with at least one token to compare."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

@@ -1,6 +1,7 @@
 """Train with TRL's OnlineDPOTrainer while the reference model runs in a service.
 
-TRL's trainer calls `_forward` for the policy and then for the reference. The trainer truncates padded rows on the left.
+TRL's trainer calls `_forward` first for the policy and then for the reference. If padded rows are longer than max_length, the
+trainer truncates them on the left.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
     """TRL's Online DPO trainer without a local reference model. The constructor takes the arguments of `RemoteReferenceMixin`
     and of TRL's trainer.
 
-    TRL's metrics objective/kl, non_score_reward and rlhf_reward also include the padding after a completion, so values are
-    requested for this padding too. The loss and rewards/* do not use the values of the padding.
+    Some of TRL's metrics (objective/kl, non_score_reward and rlhf_reward) also include log-probs of the padding after a
+    completion, so these log-probs are requested too. The loss and the metrics rewards/* do not include them.
 
     Examples:
         >>> from datasets import Dataset

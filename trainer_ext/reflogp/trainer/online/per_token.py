@@ -71,8 +71,8 @@ class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
     The constructor takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
 
     If generation and optimizer steps are aligned (num_iterations=1, and steps_per_generation divides
-    gradient_accumulation_steps), TRL runs no forward pass of the policy before it needs the reference's values, so the latency
-    of the request is not hidden.
+    gradient_accumulation_steps), TRL needs the reference's values before the policy's forward pass, so the trainer waits for
+    the full duration of each request.
 
     Examples:
         >>> from datasets import Dataset

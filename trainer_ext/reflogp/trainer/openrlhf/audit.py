@@ -39,8 +39,8 @@ class RunAudit:
     The audit stops a run only if its reference values are wrong. Any other problem is logged as a warning and written to the
     report.
 
-    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs in the part
-      of a step in which OpenRLHF reads the reference's log-probs.
+    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs while
+      OpenRLHF gets the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
       log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
@@ -50,8 +50,9 @@ class RunAudit:
       first process only; the audit replaces them with means over all processes, and writes the largest difference to the
       report.
 
-    - `schedule` reports each step in which global_step does not increase by exactly one per optimizer step. `schedule` also
-      reports logs, evaluations and checkpoints that the settings require but that did not happen.
+    - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
+      does not take exactly one step. It also reports logs, evaluations and checkpoints that are missing although the settings
+      require them.
 
     Args:
         output_dir: folder in which to write reflogp_audit.json.
@@ -120,7 +121,7 @@ class RunAudit:
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """Run the step-0 gate. `seen` is the result of `step_zero.differences` for this process's first batch."""
+        """Run the step-0 gate. The argument `seen` is the result of `step_zero.differences` for this process's first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
@@ -168,7 +169,7 @@ class RunAudit:
 
     @contextmanager
     def events(self, trainer: Any, step: int) -> Iterator[None]:
-        """Record the logs, evaluations and checkpoints that happen within the block."""
+        """Within the block, record whether the trainer logs, evaluates or saves a checkpoint."""
         assert self._schedule is not None
         happened: set[str] = set()
 
@@ -260,7 +261,7 @@ class RunAudit:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. A resumed run keeps the step-0 result from its first start."""
+        """Return the report. If the run was resumed, the report keeps the step-0 result from the run's first start."""
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
@@ -281,7 +282,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each access reads the setting again, because fit() replaces -1 with a number after this object is created.
+    Each property reads its setting anew, because OpenRLHF's fit() changes settings from -1 to a number of steps after this
+    object is created.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:

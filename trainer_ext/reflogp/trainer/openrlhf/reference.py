@@ -22,8 +22,8 @@ from reflogp.trainer.source import ReferenceSource
 class RewardRows:
     """A TokenDataset that reads OpenRLHF's RewardDataset exactly as OpenRLHF's data loader does.
 
-    Each row (openrlhf/datasets/reward_dataset.py) has the tokens of both sequences, truncated and ending with EOS, and a prompt
-    length that comes from tokenising the prompt alone.
+    A row of a RewardDataset (openrlhf/datasets/reward_dataset.py) contains the tokens of both sequences, which are truncated
+    and end with EOS. It also contains the number of prompt tokens, which OpenRLHF counts by tokenising the prompt alone.
 
     Raises UsageError if the dataset was not created for DPO.
     """
@@ -46,8 +46,8 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    A row's values are those of its last tokens, which form the completion. The trainer sums the values with its own mask.
-    docs/openrlhf.md shows how to use this class in a training script.
+    The values of a row belong to its completion, which consists of the row's last tokens. OpenRLHF's trainer adds up the values
+    with its own mask. docs/openrlhf.md shows how to use this class in a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
@@ -57,7 +57,7 @@ class CachedReference(BatchReference):
 
     Attributes:
         joins: a record of what was joined and from where, by dataset name.
-        model: always None. OpenRLHF reads this attribute to find the model that its strategy would wrap.
+        model: always None, so that OpenRLHF's strategy finds no model to wrap.
     """
 
     model = None
@@ -89,9 +89,10 @@ class CachedReference(BatchReference):
         Args:
             input_ids: token ids of the chosen rows, followed by the rejected rows, shape (2B, L).
             attention_mask: 0 at padding and 1 at all other tokens, shape (2B, L).
-            return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
+            return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, and an empty output, which has no aux_loss entry.
+            the log-probs that `token_logps` returns, and an empty dict instead of a model's output, so it has no aux_loss
+            entry.
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -53,10 +53,10 @@ class Launch:
         self._source: ReferenceSource | None = None
 
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
-        """Create the policy on the first call, but no model on the second call.
+        """Create the policy on the first call. On the second call, return a placeholder instead of a model.
 
-        On the second call, OpenRLHF would create the reference. Only the path and dtype of the reference model are used, to
-        find its stored values.
+        OpenRLHF makes the second call to create the reference model. The call's path and dtype are used to find the stored
+        values.
         """
         if not self._policy_is_made:
             self._policy_is_made = True
@@ -67,7 +67,8 @@ class Launch:
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
         if self._source is None:
             raise UsageError(
-                f"{_MODULE} of the installed OpenRLHF creates models differently: install 0.11, which reflogp supports"
+                f"{_MODULE} of the installed OpenRLHF creates models in a way that reflogp does not support: install "
+                "version 0.11"
             )
         return CachedReferenceDPOTrainer(
             *args,

@@ -117,9 +117,9 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     def save_logs_and_checkpoints(
         self, args: Any, global_step: int, step_bar: Any, logs_dict: Any = None, client_states: Any = None
     ) -> None:
-        """Log and save as DPOTrainer does, but with means over all processes.
+        """Log and save as DPOTrainer does, but average the logged metrics over all processes.
 
-        DPOTrainer computes some of the logged means on the first process only.
+        DPOTrainer itself takes some of these averages over the first process's batches only.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)

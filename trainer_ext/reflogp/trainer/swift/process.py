@@ -43,7 +43,7 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares every model except the reference model, which ms-swift prepares first."""
+        """Wrap ms-swift's function `prepare` so that it does nothing for the reference model, which ms-swift prepares first."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":
@@ -83,7 +83,7 @@ def _require_supported(args: Any) -> None:
     """Raise UsageError if ms-swift's arguments request something that stored values do not support."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
-        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of given completions: use `swift rlhf`")
+        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of the dataset's completions: use `swift rlhf`")
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:
