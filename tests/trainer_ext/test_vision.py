@@ -164,7 +164,7 @@ def test_what_is_refused_with_images(llava, dataset, tmp_path):
     with pytest.raises(UsageError, match=r"cast the column, for example with dataset\.cast_column"):
         trainer(llava, paths, tmp_path)
     text = dataset.remove_columns(["images"])
-    with pytest.raises(UsageError, match="the column images is missing"):
+    with pytest.raises(UsageError, match="the column `images` is missing"):
         trainer(llava, dataset, tmp_path, options={"eval_dataset": text})
     with pytest.raises(UsageError, match="of the eval dataset contains more than text"):
         trainer(llava, text, tmp_path, options={"eval_dataset": dataset})

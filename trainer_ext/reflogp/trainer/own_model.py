@@ -35,7 +35,7 @@ def computes_references(trainer: Any) -> bool:
 
 
 def no_own_reference(trainer: Any) -> str:
-    """Return the reason why the trainer's model cannot compute the reference's values, or an empty string if it can.
+    """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
     The model can compute the values if its adapter can be turned off or if the policy starts at the reference, as long as the
     underlying weights have not changed since the trainer was created. All processes must call this function together.
@@ -159,7 +159,7 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """Within the block, make TRL compute the reference with the policy instead of the placeholder for a reference model.
+    """Within the block, make TRL compute reference log-probs with the policy instead of the placeholder for a reference model.
 
     For a PEFT model, ref_model is set to None, so that TRL turns the adapter off. For other models, ref_model is set to the
     policy, because TRL 0.29 to 1.1 does not accept None for these models.

@@ -78,15 +78,15 @@ def require_hook(trainer_class: type) -> None:
 
 
 def refuse_liger_loss(args: Any) -> None:
-    """Raise UsageError if TRL would compute the reference inside Liger's loss, which cannot use stored values.
+    """Raise UsageError if TRL would compute reference log-probs inside Liger's loss, which cannot use stored values.
 
-    In TRL 1.14 and newer, no Liger loss computes the reference, and use_liger_kernel only replaces layers of the policy.
+    In TRL 1.14 and newer, no Liger loss computes reference log-probs, and use_liger_kernel only replaces layers of the policy.
     """
     name = next((name for name in ("use_liger_kernel", "use_liger_loss") if getattr(args, name, False)), None)
     if name is not None and Version(trl_version()) < _FIRST_WITHOUT_LIGER_LOSS:
         raise UsageError(
-            f"{name}=True: TRL {trl_version()} computes the reference inside Liger's loss, which cannot use stored values; use "
-            f"TRL 1.14 or newer, or set {name}=False"
+            f"{name}=True: TRL {trl_version()} computes reference log-probs inside Liger's loss, which cannot use stored "
+            f"values; use TRL 1.14 or newer, or set {name}=False"
         )
 
 

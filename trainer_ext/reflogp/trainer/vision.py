@@ -226,11 +226,12 @@ class RowTokens:
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:
             if "image" not in row and "images" not in row:
-                raise UsageError("the column images is missing; add it, with an empty list for rows without images")
+                raise UsageError("the column `images` is missing; add it, with an empty list for rows without images")
             column = "image" if "image" in row else "images"
             if row[column] is None:
                 raise UsageError(
-                    f"{column} is null, which TRL cannot read; use a column images, with an empty list for rows without images"
+                    f"{column} is null, which TRL cannot read; use a column named `images`, with an empty "
+                    "list for rows without images"
                 )
             images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:

@@ -187,7 +187,7 @@ _Z = 1.96
 
 @dataclass(frozen=True)
 class PairPreference:
-    """The reference's preference in the pairs that have values.
+    """How often the reference prefers the chosen completion, in the pairs that have values.
 
     Attributes:
         pairs: number of pairs with values.
@@ -226,7 +226,7 @@ class PairPreference:
 
 @dataclass(frozen=True)
 class LabelPreference:
-    """The reference's preference in KTO examples.
+    """How often the reference prefers desirable to undesirable completions, in KTO examples.
 
     Attributes:
         desirable, undesirable, without: numbers of examples labeled desirable, labeled undesirable, and without a label,
@@ -243,7 +243,7 @@ class LabelPreference:
 
 
 def pair_preference(collected: Collected) -> PairPreference | None:
-    """Measure the reference's preference in pairs; return None if no pair has values."""
+    """Measure how often the reference prefers the chosen completion. Return None if no pair has values."""
     good = collected.usable
     if not good.any():
         return None
@@ -264,7 +264,7 @@ def pair_preference(collected: Collected) -> PairPreference | None:
 
 
 def label_preference(collected: Collected) -> LabelPreference:
-    """Measure the reference's preference in a dataset with KTO labels."""
+    """Measure how often the reference prefers desirable to undesirable completions, in a dataset with KTO labels."""
     assert collected.labels is not None, "only KTO examples have labels"
     labels = collected.labels
     good = collected.usable & (labels != NO_LABEL)

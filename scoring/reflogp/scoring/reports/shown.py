@@ -286,7 +286,7 @@ def _side(
 
 
 def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to show: the beginning, and the surroundings of the tokens at the indices `matter`."""
+    """Return the ranges of tokens to show: the beginning, and a window around each index in `matter`."""
     parts = [(0, min(count, _HEAD))]
     for place in sorted(matter):
         if place + _AROUND <= parts[-1][1]:

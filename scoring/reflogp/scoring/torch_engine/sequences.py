@@ -91,8 +91,8 @@ class Sequence:
         prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
         completion_ids: token ids of the completion, at least one.
         attention_mask: for a row of a padded batch, 0 for padding tokens and 1 for other tokens; None for a sequence without
-            padding. A row of a padded batch is scored by the model's own forward, with this mask and the model's default
-            positions, and its padding tokens in the completion get values too. If the model's positions are absolute, padding
+            padding. A row of a padded batch is scored with the model's own forward method, this mask and the model's default
+            position ids. Padding tokens in the row's completion get values too. If the model's positions are absolute, padding
             on the left changes all values.
         images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
             reflogp.store.images).

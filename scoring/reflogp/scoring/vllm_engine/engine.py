@@ -146,8 +146,8 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: for a server, whose weights reflogp cannot read, what the provenance says about these weights (see
-            `server.check_claim`); empty if vLLM runs as a local process.
+        claim: for a server, the result of `server.check_claim`, which compares the server's log-probs with local ones because
+            reflogp cannot read a server's weights; recorded in the provenance. Empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:

@@ -103,7 +103,7 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")
     if cfg.dpo_use_liger_kernel:
         raise UsageError(
-            "dpo_use_liger_kernel computes the reference inside its kernel, without stored values: remove this setting"
+            "dpo_use_liger_kernel computes reference log-probs inside its kernel, without stored values: remove this setting"
         )
     if settings.names_reference:
         return
