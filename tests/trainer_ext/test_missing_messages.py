@@ -142,6 +142,6 @@ def test_moved_is_said_of_what_moved(cached_trainer, policy):
     trainer = cached_trainer({"policy_starts_at_reference": False})
     trainer.train()
     not_run = trainer.audit.as_dict()["not_run"]
-    assert "does not start as the reference model" in not_run["step_zero"]
-    assert "does not start as the reference model" in not_run["spot_check"]
+    assert "does not start from the reference's weights" in not_run["step_zero"]
+    assert "does not start from the reference's weights" in not_run["spot_check"]
     assert "changed" not in not_run["spot_check"]

@@ -108,7 +108,7 @@ def test_this_trainers_own_model_computes_what_is_missing(cached_trainer, trl_tr
     assert trainer.joins["train"].computed == 50
     expected = trl_trainer(ld_alpha=0.4)
     assert np.abs(columns(trainer.train_dataset) - columns(expected.train_dataset)).max() <= 1e-3
-    with pytest.raises(MissingLogpsError, match="the policy does not start as the reference model"):
+    with pytest.raises(MissingLogpsError, match="the policy does not start from the reference's weights"):
         cached_trainer({"reference": source, "policy_starts_at_reference": False})
 
 

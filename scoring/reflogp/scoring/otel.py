@@ -101,7 +101,7 @@ class Sender(SpanProcessor):
             if self._complained:
                 return
             self._complained = True
-        reason = shortened_without_secrets(self._reasons.first or "the collector does not answer")
+        reason = shortened_without_secrets(self._reasons.first or "the collector is not responding")
         warnings.warn(f"the collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1)
 
 

@@ -306,7 +306,7 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace an array of pixels with a view of one zero that has the same shape and dtype. Return other values unchanged."""
+    """Replace an array of pixels with zeros of the same shape and dtype that take no memory. Return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

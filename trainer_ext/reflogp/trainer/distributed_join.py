@@ -98,7 +98,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return all rows of a dataset as missing, for a store without values; return None if the dataset has no completions."""
+    """Report every row of a dataset as missing, because the store has no values. Return None if no row has a completion."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}

@@ -41,7 +41,7 @@ def no_own_reference(trainer: Any) -> str:
     underlying weights have not changed since the trainer was created. All processes must call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
-        return "the policy does not start as the reference model (policy_starts_at_reference=False)"
+        return "the policy does not start from the reference's weights (policy_starts_at_reference=False)"
     return "" if is_unchanged(trainer) else "the policy's weights have changed since the trainer was created"
 
 

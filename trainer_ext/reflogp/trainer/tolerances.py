@@ -31,7 +31,7 @@ def coarser(first: str, second: str) -> str:
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """Return the dtype in which a policy computes, with the dtype names that references use.
+    """Return the name of the dtype in which a policy computes, spelled as in a reference's dtype.
 
     Args:
         model: the policy, unwrapped.

@@ -1,4 +1,4 @@
-"""Produce the items of an iterable in a background thread, a few items before the consumer needs them."""
+"""Produce the items of an iterable in a background thread, which stays a few items ahead of the consumer."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class VllmServer:
             if now - since > _SAID_SECONDS and not self._said:
                 self._said = True
                 waiting = f"waiting up to {self._place.patience_seconds:.0f} s for the server (--patience)"
-                warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
+                warnings.warn(f"{self._place.url} is not responding ({problem}); {waiting}", stacklevel=2)
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:

@@ -398,7 +398,7 @@ class ReferenceAudit(TrainerCallback):
         The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
-            why = "the policy does not start as the reference model"
+            why = "the policy does not start from the reference's weights"
         else:
             why = no_own_reference(self._trainer)
         if why and "step_zero" in self.checks:

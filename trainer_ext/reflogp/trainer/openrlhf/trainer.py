@@ -87,7 +87,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         if first_step:
             self.audit.skip_step_zero("the run was resumed")
         elif not self.policy_starts_at_reference:
-            self.audit.skip_step_zero("the policy does not start as the reference model")
+            self.audit.skip_step_zero("the policy does not start from the reference's weights")
         elif not all(gather(fingerprint(self._policy, with_adapters=True) == self._weights)):
             self.audit.skip_step_zero("the policy's weights have changed since the trainer was created")
         else:
