@@ -4,7 +4,8 @@ All code in this module runs in the event loop. The pool handles `ready`, `loade
 callbacks handle all other frames.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
-loads a model or computes a forward pass. If a worker does not respond to pings, its whole process has therefore stopped or hung.
+loads a model or computes a forward pass. If a worker does not respond to pings, its whole process has therefore stopped or
+hung.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
     """Within the block, prevent the trainer's TRL modules from creating a reference model and from hashing the policy.
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
-    when it precomputes log-probs. TRL 1.1 and older always create a reference model, with
-    `create_model_from_path` or `create_reference_model`. TRL's functions that hash the policy or create a reference model are replaced in
-    all modules that `trl_modules` returns.
+    when it precomputes log-probs. TRL 1.1 and older always create a reference model, with `create_model_from_path` or
+    `create_reference_model`. TRL's functions that hash the policy or create a reference model are replaced in all modules that
+    `trl_modules` returns.
 
     Args:
         trainer_class: the class of the trainer.
