@@ -154,7 +154,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     program = "from reflogp.cli import main; main()"
     submit = ("submit", url, str(data), "--reference", "sft", "--watch")
     with subprocess.Popen([sys.executable, "-c", program, *submit], stderr=subprocess.PIPE, text=True) as process:
-        job = process.stderr.readline().split()[1].rstrip(",")
+        job = process.stderr.readline().split()[1].rstrip(";")
         with Client(url) as client:
             wait_until(lambda: client.job(job).progress.scored > 0, 60)
         process.send_signal(signal.SIGINT)

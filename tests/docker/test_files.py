@@ -123,7 +123,7 @@ def test_health_check_panels_and_labels_of_a_service_that_works(tmp_path, pairs_
         assert httpx.post(f"{service.url}/v1/score", params=asked_for, json=late).status_code == 504
         exported = labels_by_sample(httpx.get(f"{service.url}/metrics").text)
     refused = run("healthy.py", REFLOGP_PORT=port)
-    assert refused.returncode == 1 and "no answer" in refused.stderr
+    assert refused.returncode == 1 and "does not respond" in refused.stderr
     dashboard = json.loads((DOCKER / "grafana" / "dashboards" / "reflogp.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert {name for expression in asked for name in re.findall(r"reflogp_\w+", expression)} <= exported.keys()

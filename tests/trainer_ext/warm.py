@@ -151,8 +151,17 @@ def _agent(request: dict[str, Any]) -> None:
         max_restarts=0,
         start_method="fork",
     )
-    module, name = request["function"].split(":")
-    elastic_launch(config, getattr(importlib.import_module(module), name))(*request["arguments"])
+    elastic_launch(config, _rank)(request["function"], *request["arguments"])
+
+
+def _rank(function: str, *arguments: str) -> None:
+    import torch
+
+    # After a fork, torch replaces its thread pool when it is first used. Two threads that use it first at once fail ("Invalid
+    # thread pool!"), and transformers loads weights in several threads.
+    torch.set_num_threads(torch.get_num_threads())
+    module, name = function.split(":")
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 if __name__ == "__main__":
