@@ -265,7 +265,7 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        The client keeps waiting if the connection is lost or the service restarts. The errors are those of `watch`, except
+        The client keeps waiting if the connection is lost or the service restarts. Raises the same errors as `watch`, except
         JobFailedError.
 
         Args:

@@ -260,7 +260,7 @@ def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
     """Wait until any later change to these files is certain to result in a new change time.
 
     Call this function before you read the files. Two changes within one step of a file system's clock get the same time, so the
-    second change would not be detected (git has the same problem with "racy" index entries). When a program writes through a
+    second change would not be detected. Git has the same problem with "racy" index entries. When a program writes through a
     memory map, only its first write after a flush updates the time. This function therefore also flushes recently changed
     files.
     """
@@ -303,7 +303,7 @@ class _Memory:
     """A cache of digests from earlier runs, with one small file for each hashed path.
 
     If the cache folder cannot be used, files are hashed again. The folder and every file in it must belong to the current user
-    and must not be writable by anyone else: a user who can write a digest there can choose the reference id of somebody else's
+    and must not be writable by anyone else. A user who can write a digest there can choose the reference id of somebody else's
     model. All files in the cache are opened through the descriptor of the folder that was checked, even if somebody renames the
     folders above it.
     """

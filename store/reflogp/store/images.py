@@ -5,11 +5,11 @@ with media. The media can be in a column or in a part of a message's content (se
 and parts come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages
 (`image_url`, `input_audio`, …).
 
-A processor represents an image by many copies of one placeholder token, so two rows that differ only in their images have the
-same token ids, and would have the same key. To avoid this, each copy is replaced with an image id, a number that is too large
-for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image processor's
-settings and the copy's position in the image. Everything that works on token ids (keys, truncation, shared prefixes, joins)
-then works on rows with images too. The keys of text-only rows are not affected.
+A processor represents an image by many copies of one placeholder token. Two rows that differ only in their images therefore
+have the same token ids, and would have the same key. To avoid this, each copy is replaced with an image id, a number that is
+too large for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image
+processor's settings and the copy's position in the image. Everything that works on token ids (keys, truncation, shared
+prefixes, joins) then works on rows with images too. The keys of text-only rows are not affected.
 """
 
 from __future__ import annotations

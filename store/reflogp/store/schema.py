@@ -46,8 +46,8 @@ def shard_table(
         completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
             has tokens.
         token_logps: n lists of float32.
-        provenance: how the values were computed; stored as one JSON string per row (dictionary-encoded, so it takes almost no
-            space).
+        provenance: how the values were computed. It is stored in each row as a JSON string, which takes almost no space because
+            the column is dictionary-encoded.
     """
     values = token_logps.cast(pa.list_(pa.float32()))
     return pa.table(

@@ -1,10 +1,10 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
 How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
-suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
-because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
-In both cases, token values are read only for a request that needs more than the number and the sum of each row's values. A
-snapshot never writes to the store.
+suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys.
+Because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is a single pass over the
+shards. In both cases, token values are read only for a request that needs more than the number and the sum of each row's
+values. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
 """

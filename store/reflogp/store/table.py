@@ -51,7 +51,8 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
-    If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
+    If nothing changes, `rows` itself is returned. The caller then knows that a shard already written from these rows is still
+    valid.
 
     Raises DamagedStoreError if stored values that should replace a row's first values are damaged.
     """

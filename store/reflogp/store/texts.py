@@ -68,7 +68,7 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number, such as 12,345, or 12.3 for a fractional value below 100."""
+    """Format a number, such as 12,345. A fractional value below 100 has three significant digits, such as 12.3."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")

@@ -81,8 +81,8 @@ def windows(
     With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens.
     `needed` counts only the tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
     tokens, which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a
-    different key. If the kept tokens start inside the completion, there is no prompt: the first token then serves as context
-    and has no value, exactly as in TRL's shifted loss.
+    different key. If the kept tokens start inside the completion, there is no prompt. The first kept token then serves as
+    context and has no value, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.
