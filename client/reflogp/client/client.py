@@ -73,7 +73,7 @@ class Client:
     ) -> protocol.Lookup:
         """Look up keys in the service's store.
 
-        Large numbers of keys are split into several requests, all for the same snapshot.
+        A large number of keys is split into several requests, which all use the same snapshot.
 
         Args:
             reference: name or id of the reference.
@@ -104,7 +104,7 @@ class Client:
     ) -> Scores:
         """Score n sequences immediately and return their log-probs.
 
-        Large numbers of sequences are split into several requests, which are sent one after the other.
+        A large number of sequences is split into several requests, which are sent one after the other.
 
         Args:
             reference: name or id of the reference.
@@ -115,7 +115,7 @@ class Client:
             cache_read: whether to use the values that the store has, and compute only the missing ones.
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses; a slow connection can make the call last longer. If `deadline` is None, the
+                and retries with their pauses. A slow connection can make the call take longer. If `deadline` is None, the
                 client waits up to 10 minutes (or up to its own `timeout`) for each response.
             attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
                 padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padded completion tokens
@@ -138,9 +138,9 @@ class Client:
         """Upload a dataset file, using bounded memory. A file that the service already has under this name is not sent again.
 
         Args:
-            path: a file whose suffix determines its format: .jsonl, .json or .csv (also followed by .gz, .bz2, .zst or .lz4),
-                .parquet or .arrow.
-            name: name of the file on the service, with such a suffix; by default, the file's own name, preceded by the first
+            path: a file whose suffix tells its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
+                .lz4), .parquet or .arrow.
+            name: name of the file on the service, with such a suffix. The default is the file's own name after the first
                 characters of its digest, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
@@ -207,7 +207,7 @@ class Client:
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job. A queued job ends immediately, and a running job ends after its current forward pass.
+        """Cancel a job. A queued job is cancelled immediately, and a running job after its current forward pass.
 
         Scored sequences stay in the store.
 
@@ -265,13 +265,13 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        Waiting continues after lost connections and after restarts of the service. The errors are those of `watch`, except
+        The client keeps waiting if the connection is lost or the service restarts. Raises the same errors as `watch`, except
         JobFailedError.
 
         Args:
             job: id of the job.
-            timeout: maximum number of seconds to wait, or None for no maximum. In both cases, waiting ends when the service has
-                not responded for 10 minutes.
+            timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
+                has not responded for 10 minutes.
         """
         following = Following(job, self.url, timeout)
         while not following.ended:
@@ -300,19 +300,19 @@ class Client:
     ) -> Job:
         """Wait until a job is done, failed or cancelled, and return it.
 
-        Waiting continues after lost connections and after restarts of the service.
+        The client keeps waiting if the connection is lost or the service restarts.
 
         Args:
             job: id of the job.
             on_change: a function that is called with the job at the start and after every change.
-            timeout: maximum number of seconds to wait, or None for no maximum. In both cases, waiting ends when the service has
-                not responded for 10 minutes.
+            timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
+                has not responded for 10 minutes.
             check: whether to raise JobFailedError if the job fails or is cancelled.
 
         Raises:
-            DeadlineExceededError: the job did not end within the timeout; it continues on the service.
-            ServiceUnreachableError: the service did not respond to the first 5 attempts, had not responded for 10 minutes, or
-                was not responding when the timeout ended.
+            DeadlineExceededError: the job was not finished within the timeout; it continues on the service.
+            ServiceUnreachableError: the service responded to none of the first 5 attempts, did not respond for 10 minutes, or
+                was not responding when the timeout expired.
             JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):

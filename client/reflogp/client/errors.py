@@ -36,8 +36,7 @@ class RowsWithoutValuesError(ReflogpError):
     """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: for each row without values, the reason why it has none ("" if the file gives no reason), by row number, in
-            ascending order.
+        reasons: why each of these rows has no values ("" if the file gives no reason), by row number, in ascending order.
         rows: number of rows in the dataset.
     """
 
@@ -100,7 +99,7 @@ class SequencesRefusedError(ServiceError):
     """Some sequences could not be scored, but the others were.
 
     Attributes:
-        problems: for each sequence that could not be scored, the reason, by the sequence's index in the request.
+        problems: the reason for each sequence that could not be scored, by the sequence's index in the request.
         results: float32 arrays in the order of the request, with None for each sequence that has a problem.
     """
 

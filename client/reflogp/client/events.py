@@ -59,7 +59,7 @@ class EventParser:
 
 
 class Following:
-    """What one call of `watch` or `events` has to know: the job's last state, when to reopen the stream, and when to stop.
+    """Tracks one call of `watch` or `events`: the job's last state, when to reopen the stream, and when to stop.
 
     Args:
         job: id of the job.
@@ -80,7 +80,7 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        After the timeout, raises the error for the last failure, or DeadlineExceededError if there was no failure.
+        If the timeout has expired, raises the error for the last failure, or DeadlineExceededError if there was no failure.
         """
         self._check_time()
         self._parser = EventParser()
@@ -90,8 +90,8 @@ class Following:
     def take(self, chunk: bytes) -> list[Job]:
         """Return the new states of the job that a chunk of the stream reports, one for each change.
 
-        Raises ServiceFailedError if an event cannot be read. After the timeout, raises the error for the last failure, or
-        DeadlineExceededError if there was no failure.
+        Raises ServiceFailedError if an event cannot be read. If the timeout has expired, raises the error for the last failure,
+        or DeadlineExceededError if there was no failure.
         """
         self._heard_at = time.monotonic()
         changes = []

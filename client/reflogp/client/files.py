@@ -1,4 +1,4 @@
-"""Read files for upload and prepare files for download, in bounded memory."""
+"""Read files to upload, and prepare files for downloads, using bounded memory."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     """Read a file to compute its digest, and return it as a file to upload.
 
     Args:
-        name: name under which a service will keep the file; by default, the file's own name, preceded by the first
-            characters of its digest, so that different files with the same name do not replace each other.
+        name: name under which a service will keep the file. The default is the file's own name after the first characters of
+            its digest, so that different files with the same name do not replace each other.
 
     Raises:
         UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset.

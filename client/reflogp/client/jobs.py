@@ -123,7 +123,7 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return the state that the service reports. If the job was running, it may not have ended yet.
+    """Cancel a job, and return the state that the service reports. A job that was running may not have stopped yet.
 
     The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """

@@ -137,7 +137,7 @@ class JobProgress:
         rows: number of rows read so far.
         sequences: total number of sequences, as far as known; 0 while unknown.
         done: number of finished sequences: hits, scored sequences and failures.
-        hits: number of sequences that did not have to be computed, because the store had them or because they are duplicates
+        hits: number of sequences that were not computed, because the store had their values or because they are duplicates
             within the dataset.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows without values so far.
@@ -187,8 +187,8 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: id of the reference that scores the dataset, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if the job was
-            submitted with another token and the client's own token has no permission to read.
+        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if a different token
+            submitted the job and the client's token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
@@ -198,7 +198,7 @@ class Job:
         finished_at: end of the job, or None if the job has not ended.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
-        throughput: (running time in seconds, tokens per second) at several times during the latest attempt.
+        throughput: pairs of running time in seconds and tokens per second, measured several times during the latest attempt.
 
     Examples:
         >>> from reflogp.client import Client

@@ -70,7 +70,7 @@ class ReferenceInfo:
     """A reference model that a service knows.
 
     Attributes:
-        name: name of the reference on the service, or None if only the service's store has the reference.
+        name: name of the reference on the service, or None if the service only has stored values for it.
         reference_id: 32 hex digits.
         model: folder or hub id, as given in the service's settings.
         dtype: dtype in which the model computes.
@@ -139,7 +139,7 @@ class Call:
         content: body of the request; a file is streamed.
         again: failures after which the request is retried; a busy response (429, 503) is always retried.
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
-        until: time by which all attempts must end, on the clock of time.monotonic, or None for no deadline; each attempt tells
+        until: deadline for all attempts, as a time on the clock of time.monotonic, or None for no deadline. Each attempt tells
             the service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
         request_id: id that every attempt sends as X-Request-Id, and that the service logs.
@@ -198,9 +198,9 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return a smaller number of entries for the next request, after a request with `count` entries got status 413.
+    """Return how many entries to send in the next request, after a request with `count` entries was too large (413).
 
-    Raises `error` if it has another status, or if `count` is 1.
+    Raises `error` if its status is not 413, or if `count` is 1.
     """
     if error.status != 413 or count < 2:
         raise error
@@ -271,7 +271,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the keyword arguments, apart from the body, for a call of httpx's `stream` that sends the request now."""
+    """Return the arguments of httpx's `stream`, except the body, for an attempt that starts now."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
@@ -286,8 +286,8 @@ def arguments(call: Call) -> dict[str, Any]:
 def _trace_context() -> dict[str, str]:
     """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace.
 
-    There are no headers if the caller has no active span. A caller with an active span has already imported opentelemetry, so
-    this function checks only whether it is imported.
+    There are no headers if the caller has no active span. A caller with an active span has already imported opentelemetry. This
+    function therefore uses opentelemetry only if it is already imported.
     """
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:

@@ -31,7 +31,7 @@ _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 
 @dataclass(frozen=True)
 class Scores:
-    """The values of n sequences.
+    """The log-probs of n sequences.
 
     Attributes:
         token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
@@ -67,7 +67,7 @@ class Scores:
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
     """Return a request's table for n sequences, with the columns prompt_ids, completion_ids and, if given, attention_mask.
 
-    Raises UsageError if the arguments are not lists of token ids, or do not all have the same number of lists.
+    Raises UsageError if the arguments are not lists of token ids, or differ in their number of lists.
     """
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
@@ -139,7 +139,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return the reason why each sequence could not be scored (None for a scored sequence), and the scores."""
+    """Return the error of each sequence (None if it was scored), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])
@@ -163,7 +163,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the cumulative number of tokens, from 0 before the first sequence to the total: int64 of shape (n + 1,)."""
+    """Return the number of tokens before each sequence, followed by the total: int64 of shape (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
 """Store reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
 
-The store needs only numpy, pyarrow and deltalake. deltalake is imported on first use of a name that needs it, so keys and joins
-work even if deltalake is not installed. The store imports no other part of reflogp.
+The store needs only numpy, pyarrow and deltalake. Keys and joins work even without deltalake, which is imported only when a
+name that needs it is first used. The store imports no other part of reflogp.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _WITH_DELTALAKE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need deltalake only when they are first used. `_WITH_DELTALAKE` lists these names."""
+    """Import a name that needs deltalake, such as `Store`, when it is first used. `_WITH_DELTALAKE` lists these names."""
     if name not in _WITH_DELTALAKE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)

@@ -48,7 +48,7 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor has a floating-point dtype and is therefore converted to the model's dtype when it is loaded."""
+        """Whether the tensor has a floating-point dtype. Such a tensor is converted to the model's dtype when it is loaded."""
         return self.dtype.startswith(("F", "BF"))
 
 
@@ -80,7 +80,7 @@ class Checkpoint:
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return the header entries of the model's tensors by name, without an adapter's tensors.
+        """Return the safetensors header entry of each model tensor, by name. An adapter's tensors are not included.
 
         Raises CheckpointError if a header cannot be read.
         """
@@ -90,7 +90,7 @@ class Checkpoint:
         """Return True if the config, the weight index and the adapter config still match this checkpoint.
 
         Args:
-            read: for each path, a function that returns the current content of the file at that path.
+            read: for the path of each file, a function that returns the file's current content.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -109,7 +109,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     Args:
         model: a folder, which is returned unchanged, or a hub id.
         revision: revision of a hub model, or None for the main branch.
-        weights: whether to download a hub model's weights, and not only its config, tokenizer and code files.
+        weights: whether to download a hub model's weights too; its config, tokenizer and code files are always downloaded.
 
     Returns:
         The folder.

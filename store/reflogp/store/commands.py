@@ -15,18 +15,19 @@ from reflogp.store.windows import TrainerSettings
 
 @dataclass(frozen=True)
 class ScoreArguments:
-    """The arguments of `reflogp score` that determine which values it stores, and how it reads and tokenizes the dataset.
+    """The arguments of `reflogp score` that determine how it reads and tokenizes the dataset, and which values it stores.
 
-    `command` returns a command line with these arguments, for use in messages. Commands that look up stored values take the
-    same arguments.
+    The method `command` builds a command line with these arguments, for use in messages. Commands that look up stored values
+    take the same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
         dtype: compute dtype of the reference model, or "auto" for the dtype in which the model was scored into the store.
-        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of individual tokens.
+        settings: the trainer's settings; ld_alpha is ignored, because scoring stores one value per token, to which ld_alpha is
+            applied later.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
         revision: revision of a hub model.
-        split: split of a saved or hub dataset.
+        split: split of a saved DatasetDict or of a dataset on the Hub.
         form: the dataset's format, or None to detect it.
         tokenizer: folder or hub id of a different tokenizer, or None for the model's tokenizer.
         chat_template: path of a Jinja template file, or None for the tokenizer's template.
@@ -68,7 +69,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """Add the command line `command` to an error that the `with` block raises because nothing has been scored yet."""
+    """If the `with` block fails because nothing has been scored yet, add the command line `command` to the error message."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

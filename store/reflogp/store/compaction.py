@@ -1,7 +1,7 @@
-"""Compact and vacuum a table: merge many shards into a few sorted shards with no common keys, and delete old shards.
+"""Compact and vacuum a table: merge many shards into a few sorted shards that share no keys, and delete old shards.
 
-Compaction uses bounded memory: the range of keys is divided into parts, and one part at a time is read, sorted and written.
-Because every shard is sorted by key, each part of the key range lies in consecutive row groups of a shard.
+Compaction uses bounded memory: it divides the range of keys into parts, and reads, sorts and writes one part at a time. Every
+shard is sorted by key, so the rows of a part are in consecutive row groups of each shard.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards; but nothing is
-            merged if no key ranges overlap and no shard is larger than twice `shard_bytes`.
+        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards, unless their
+            key ranges do not overlap and none is larger than twice `shard_bytes`.
         shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
@@ -143,13 +143,13 @@ def _merge(
 
 
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
-    """Merge several shards, and yield their rows in key order, as about `parts` tables.
+    """Merge several shards, and yield their rows in key order, as at most `parts` tables.
 
     If several rows have the same key, only the row with the most log-probs is kept.
 
-    Keys are digests, so equally large parts of the key space contain about the same number of keys. Each row group is read
-    once; rows that belong to a later part stay in memory until that part is yielded. Memory use is therefore limited to one
-    part and at most one row group per shard.
+    The key space is divided evenly. Because keys are digests, each part contains about the same number of keys. Each row group
+    is read once; rows that belong to a later part stay in memory until that part is yielded. The rows in memory are therefore
+    at most those of one part, plus one row group per shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -160,7 +160,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """A reader that returns the rows of a shard in order."""
+    """Reads a shard's rows in key order, one range of keys at a time."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -168,7 +168,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the rows not returned so far for which the first 64-bit word of the key is less than `behind`."""
+        """Return the next rows: those not yet returned whose keys start with a 64-bit word below `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -207,10 +207,10 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age, in hours, of the files to delete. Choose a retention that is longer than any reader uses
-            an old snapshot, and longer than any writer takes to prepare a commit.
+        retention_hours: minimum age, in hours, of the files to delete. It must exceed the time that any reader uses an old
+            snapshot, and the time that any writer takes to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
-        alone: True allows a retention below 1 hour; set it only if no other process is using the store.
+        alone: whether to allow a retention below 1 hour, which is safe only if no other process is using the store.
 
     Returns:
         The deleted files.
@@ -271,7 +271,7 @@ def _in_order(shards: Sequence[Shard]) -> bool:
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """Return the largest number of shards whose key ranges overlap at a single key."""
+    """Return the maximum number of shards whose key ranges all contain the same key."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

@@ -117,7 +117,7 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 def _bring_back(table: LogprobTable) -> None:
     """Append the rows of undamaged shards that are not named in any log entry.
 
-    Some of these shards were named in log entries that are lost, and some were left by writers that crashed. In both cases, the
+    Such a shard was either committed by a log entry that is now lost, or left behind by a writer that crashed. Either way, its
     rows are valid values of this reference. For keys that the table already has, the existing values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
@@ -129,7 +129,7 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged log entries, and delete the checkpoints, which may have been made from damaged entries."""
+    """Rewrite damaged log entries, and delete the checkpoints, because they may have been built from damaged entries."""
     if not files:
         return
 

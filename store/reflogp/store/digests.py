@@ -51,7 +51,7 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The properties of a file that change when the file is replaced or written to. Times are in nanoseconds."""
+    """The file properties that reveal whether a file was replaced or written to. Times are in nanoseconds."""
 
     device: int
     inode: int
@@ -128,7 +128,8 @@ class OpenFiles:
     to an open file, `check` detects the change. Use the set as a context manager to close the files on exit.
 
     Args:
-        paths: existing files. The constructor makes sure that all these files were at their paths at the same moment.
+        paths: existing files. If one of them is changed or replaced while the others are being opened, the constructor opens
+            all of them again.
 
     Raises:
         FileChangedError: at every attempt to open the files, one of them was changed or replaced.
@@ -183,7 +184,7 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
 
     Args:
         files: open files by relative name.
-        name: name of the folder; transformers names modules after it.
+        name: name of the folder, which transformers uses in the names of the modules that it loads from there.
         others: paths of additional files that are not open, by relative name; the folder links to these paths.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
@@ -222,7 +223,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of open files, by path. Digests from earlier runs and blob names in a hub cache are reused.
+    """Return the sha256 (hex) of open files, by path. Digests that an earlier run or a hub cache recorded are reused.
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
@@ -256,12 +257,12 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
 
 def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
-    """Wait until any further change to these files is certain to give them a new change time.
+    """Wait until any later change to these files is certain to result in a new change time.
 
     Call this function before you read the files. Two changes within one step of a file system's clock get the same time, so the
-    second change would not be detected (git has the same problem with "racy" index entries). A program that writes through a
-    memory map updates the time only on its first write after the page is flushed, so this function also flushes recently
-    changed files.
+    second change would not be detected. Git has the same problem with "racy" index entries. When a program writes through a
+    memory map, only its first write after a flush updates the time. This function therefore also flushes recently changed
+    files.
     """
     now = time.time()
     recent = [file for file in files if now - file.identity.ctime_ns / 1e9 < _RECENT_SECONDS]
@@ -277,8 +278,8 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
     """Return the sha256 that a hub cache uses as the file's blob name, or None if the blob may have changed since it was named.
 
     The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
-    trusted if the blob was not written after the oldest link to it was created, and if no other user can write to the blob or
-    to the folders that contain the blob and the link. If the result is None, the file is hashed.
+    trusted only if the blob was not written to after the oldest link to it was created. In addition, no other user must be able
+    to write to the blob, or to the folders that contain the blob and the link. If the result is None, the file is hashed.
     """
     try:
         if file.link is None or not file.path.is_symlink():
@@ -302,8 +303,9 @@ class _Memory:
     """A cache of digests from earlier runs, with one small file for each hashed path.
 
     If the cache folder cannot be used, files are hashed again. The folder and every file in it must belong to the current user
-    and must not be writable by anyone else: a user who can write a digest there can choose the reference id of somebody else's
-    model. All files in the cache are opened through the folder's descriptor.
+    and must not be writable by anyone else. A user who can write a digest there can choose the reference id of somebody else's
+    model. All files in the cache are opened through the descriptor of the folder that was checked, even if somebody renames the
+    folders above it.
     """
 
     def __enter__(self) -> _Memory:

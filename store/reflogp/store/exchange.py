@@ -78,7 +78,7 @@ class Contents:
 
     @property
     def data(self) -> list[str]:
-        """The paths of the Parquet files in the export, in order."""
+        """The paths of the export's Parquet files, sorted by name."""
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
@@ -99,7 +99,8 @@ class Imported:
     Attributes:
         reference_id: id of the reference model whose log-probs the rows contain.
         rows: number of rows in the export.
-        written: number of rows written, because the store had no row or a row with fewer values for the same key.
+        written: number of rows written; the others were skipped, because the store already had at least as many values for
+            their keys.
         snapshot: number of the first snapshot that contains all the rows.
     """
 
@@ -117,7 +118,7 @@ def export_table(
     The files `data/*.parquet` have one row per key and are sorted by key. reference.json describes the reference model, and
     contents.json lists the files' digests.
 
-    `datasets.load_dataset(folder)` and any Parquet reader can read the folder.
+    The folder can be read with `datasets.load_dataset(folder)`, and its data files with any Parquet reader.
 
     Args:
         table: the table to export.
@@ -190,7 +191,8 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     Args:
         store: the store to import into.
         folder: a folder that `export_table` wrote.
-        progress: called with (rows done, total rows). Both numbers count each row twice: it is first checked, then written.
+        progress: called with (rows done, total rows). Each row counts twice in both numbers, because it is first checked and
+            then written.
 
     Returns:
         An Imported with the number of rows in the export, the number of rows written, and the snapshot.

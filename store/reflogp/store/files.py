@@ -45,7 +45,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the folder `name`-<user id> in `parent`. The folder is created with mode 0700 if it does not exist.
+    """Return the current user's folder in `parent`: `name`-<user id>. It is created with mode 0700 if it does not exist.
 
     Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
     """

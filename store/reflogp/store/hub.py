@@ -41,7 +41,7 @@ _ROWS_AT_ONCE = 65_536
 
 @dataclass(frozen=True)
 class HubPlace:
-    """A dataset repository on the Hub, optionally at a revision.
+    """A dataset repository on the Hub, optionally at a specific revision.
 
     Attributes:
         repository: id of the repository, "organisation/name".
@@ -152,7 +152,7 @@ class Pushed:
         rows: number of rows in the repository.
         files: number of Parquet files in the repository.
         commit: id of the repository's commit that contains these rows.
-        changed: False if the repository already had these rows.
+        changed: whether the push uploaded the export; False if the repository already contained it.
     """
 
     reference_id: str
@@ -174,13 +174,13 @@ def push_table(
     """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
     The dataset card says how the values were computed. Files that an interrupted push already uploaded are not uploaded again.
-    The repository's other files are kept. A dataset card that somebody has edited is kept too.
+    The repository's other files are kept, and so is a dataset card that somebody has edited.
 
     Args:
         table: the table to push.
         uri: hf://datasets/ORGANISATION/NAME. The repository is created if it does not exist.
         snapshot: the snapshot to push, or None for the latest.
-        public: whether a repository that the push creates is public; by default, it is private.
+        public: whether to make the repository public if the push creates it; by default, it is private.
         replace: whether to push even if the repository is damaged or has rows that the snapshot lacks.
         progress: called with (rows exported, total rows).
 
@@ -224,7 +224,8 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
     Args:
         store: the store to append to.
         uri: hf://datasets/ORGANISATION/NAME[@REVISION] of a repository that `push_table` wrote.
-        progress: called with (rows done, total rows). Both numbers count each row twice: it is first checked, then written.
+        progress: called with (rows done, total rows). Each row counts twice in both numbers, because it is first checked and
+            then written.
 
     Raises:
         UsageError: the repository does not exist, reflogp did not push it, or its files are damaged. Nothing is written.
@@ -242,7 +243,7 @@ class _Repository:
     """A dataset repository that is read and written with huggingface_hub.
 
     Attributes:
-        commit: the repository's latest commit, as of the last request or upload.
+        commit: id of the latest commit that `exists` found or `upload` made.
     """
 
     def __init__(self, place: HubPlace) -> None:
@@ -279,7 +280,7 @@ class _Repository:
         """Return the repository's parsed contents.json, or None if the repository is empty or has only a dataset card.
 
         Args:
-            read_only: if True, raise UsageError for an empty repository too.
+            read_only: if True, also raise UsageError for a repository that is empty or has only a dataset card.
             replace: if True, return None if contents.json is damaged, because the push will replace it.
 
         Raises UsageError if the repository was not pushed by reflogp, or if its contents.json is damaged.
@@ -311,7 +312,7 @@ class _Repository:
     def download(self, contents: Contents) -> Path:
         """Download the export and return its folder. Raises UsageError if the export is damaged.
 
-        If a file's sha256 is wrong, the file is downloaded again.
+        If a file's sha256 is wrong, the file is downloaded once more before the error is raised.
         """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):

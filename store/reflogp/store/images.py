@@ -1,15 +1,15 @@
-"""Detect images and other media in rows, and put image ids into token sequences.
+"""Detect images and other media in dataset rows, and replace the image tokens in token sequences with image ids.
 
 A reference model's log-probs depend on all media in a row. Code that scores or joins only tokens must therefore refuse rows
-with media, whether in a column or in a part of a message's content (see `media_of`). The recognized names of columns and parts
-come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages (`image_url`,
-`input_audio`, …).
+with media. The media can be in a column or in a part of a message's content (see `media_of`). The recognized names of columns
+and parts come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages
+(`image_url`, `input_audio`, …).
 
-A processor represents an image by many copies of one placeholder token, so two rows that differ only in their images have the
-same token ids and would have the same key. To avoid this, each copy is replaced with an image id: a number of at least
-FIRST_IMAGE_ID, which no vocabulary contains, computed from the image's decoded pixels, the image processor's settings and the
-copy's position in the image. Everything that works on token ids (keys, truncation, shared prefixes, joins) then works on rows
-with images too. Keys of text-only rows do not change.
+A processor represents an image by many copies of one placeholder token. Two rows that differ only in their images therefore
+have the same token ids, and would have the same key. To avoid this, each copy is replaced with an image id, a number that is
+too large for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image
+processor's settings and the copy's position in the image. Everything that works on token ids (keys, truncation, shared
+prefixes, joins) then works on rows with images too. The keys of text-only rows are not affected.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """Return a description of the first media found in a row, or None if the row has only text or token ids."""
+    """Describe the first image or other medium found in a row; return None if the row has only text or token ids."""
     for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
         if name in columns and _is_present(columns[name]):
             return f"column {name}"
@@ -94,7 +94,7 @@ def _media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return a content part's `type` if it names a medium; otherwise, return its first media key, or None for text."""
+    """Return a content part's `type` if that is a media type; otherwise, its first key that names media, or None for text."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -185,15 +185,15 @@ class ImageTokens:
     """Tokenizes text with images, given only the sizes and modes of the images. No pixels are read, resized or copied.
 
     The tokens that a processor returns depend only on the sizes of the images, not on their pixels. The processor is therefore
-    called with blank images, and its image processor runs once for each combination of sizes and modes. If the image processor
-    does not accept an image's mode, it refuses the blank image with that mode too.
+    called with blank images, and its image processor runs once for each combination of sizes and modes. An image whose mode the
+    image processor does not accept is still refused, because the blank image has the same mode.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor; it is not modified.
         image_token_id: id of the image token; see `image_token`.
 
     Attributes:
-        processor: a copy of the processor for blank images only.
+        processor: a copy of the processor, which must be called only with blank images.
         settings: the image processor's `settings_digest`.
     """
 
@@ -207,7 +207,7 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text whose images have these sizes and modes. Image tokens are not replaced yet.
+        """Return the token ids of a text whose images have these sizes and modes. Image tokens are not yet replaced with ids.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
@@ -218,7 +218,7 @@ class ImageTokens:
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
 
-        Raises UsageError if the tokenizer has neither an EOS token nor a padding token, one of which is needed to separate the
+        Raises UsageError if the tokenizer has neither an EOS token nor a padding token. One of them is needed to separate the
         images.
         """
         kinds = tuple(kinds)
@@ -240,7 +240,7 @@ class ImageTokens:
         return self._counts[kinds]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
-        """Replace the image tokens with image ids, and return all n token ids as an int64 array.
+        """Return all n token ids as an int64 array, with image ids in place of the image tokens.
 
         Args:
             ids: token ids that the method `ids` returned.
@@ -278,7 +278,7 @@ def blanks(kinds: Sequence[Kind]) -> list[Any]:
 
 
 class _ByKind:
-    """An image processor that runs once per combination of image sizes and modes, and caches the output without pixels."""
+    """Runs an image processor once per combination of image sizes and modes, and caches its output without the pixels."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor

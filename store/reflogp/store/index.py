@@ -1,7 +1,7 @@
 """Look up keys in a sorted index, which points to the row with the most log-probs for each key.
 
-An index is built either once, for all keys of a snapshot, or for a single lookup, for the keys of the row groups that the
-lookup reads. This module reads no files.
+An index is built either once for all keys of a snapshot, or anew for each lookup from the row groups that the lookup reads.
+This module reads no files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """For each of n keys, the place of its stored row, if it has one.
+    """The results of looking up n keys: where each key's row is stored, and the number and sum of its values.
 
     Attributes:
         length: number of stored values, int32, or MISS if the key was not found.
@@ -39,7 +39,7 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return the result of a lookup that has found none of n keys."""
+        """Return the results for `count` keys, none of which was found."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
@@ -55,13 +55,13 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Look up keys in a layer. If the layer has a row with more values for a key than the current result, use that row.
+        """Look up keys in a layer, and replace each result for which the layer has a row with more values.
 
         Args:
             layer: the layer to search.
             hi, lo: first and second 64-bit word of each key to look up.
-            asked: for each key in `hi` and `lo`, the index of its result in this object; None if they are all of this
-                object's keys, in the same order.
+            asked: for each key to look up, the index of its result in this object; None if the keys are exactly those of this
+                object, in the same order.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -133,7 +133,7 @@ class Layer:
 
 
 def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
-    """Return the indices that sort the entries by key, with only the longest entry of each key."""
+    """Return the index of the longest entry of each key, in key order."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]
     if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key

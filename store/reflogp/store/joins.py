@@ -1,7 +1,7 @@
 """Join reference log-probs from a snapshot into tokenized rows, by key.
 
-Columns are named as in TRL's tokenized datasets, and the joined columns are those that TRL's losses read. All joins apply
-truncation and ld_alpha in this module, so that their results agree.
+The token columns have the same names as in TRL's tokenized datasets, and the joined columns are the ones that TRL's losses
+read. Every join uses this module to apply truncation and ld_alpha, so that all results agree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FoundLogps(Protocol):
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """For each key i, return the sum of its first `lengths[i]` values, float64 of shape (n,).
+        """Return the sum of the first `lengths[i]` values of each key i, float64 of shape (n,).
 
         A key's sum is NaN if one of these values is missing or damaged.
         """
@@ -72,9 +72,9 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Return a digest of all keys and of the number of values that are needed for each.
+        """Return a digest of all keys and of the number of values needed for each key.
 
-        If two digests are equal, the same values are needed.
+        Two datasets with equal digests need the same values.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
@@ -92,7 +92,7 @@ class Join:
         logps: summed log-probs for each reference column, float32 of shape (n,); NaN for `missing` rows.
         keys: n keys for each token column, in the same order as `logps`.
         tokens: for each token column, the number of log-probs in each sum, int64 of shape (n,).
-        missing: rows with a sequence for which the snapshot has too few values or no values, bool of shape (n,).
+        missing: rows for which the snapshot lacks at least one of the needed values, bool of shape (n,).
         unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
         dropped: rows that TRL's length filter would drop, bool of shape (n,).
 
@@ -179,7 +179,7 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     Args:
         tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
             prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
-        max_length, truncation_mode: the settings of the same names in the trainer's config.
+        max_length, truncation_mode: the trainer's settings of the same names.
 
     Raises:
         UsageError: columns are missing, the settings are invalid, or there are no tables.

@@ -1,6 +1,6 @@
 """Compute keys. A key is 16 bytes that identify a sequence by its token ids.
 
-The text, template, model and files that the token ids come from have no influence on the key.
+The key does not depend on the text, template, model or files that the token ids come from.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     """Convert Python lists or numpy arrays to an Arrow list array, without changing the type of their values.
 
-    Arrow infers the type of the values, because it would truncate floats if int64 were requested.
+    The type of the values is left for Arrow to infer, because Arrow would truncate floats if int64 were requested.
     """
     try:
         array = pa.array(lists)

@@ -62,7 +62,7 @@ class Entry:
         added, removed: shards that the entry adds and removes, according to its actions and its commitInfo.
         lines: the entry's lines that are valid JSON, parsed.
         problem: what is wrong with the entry, or None if the entry is undamaged.
-        named: names of all shards that occur in the entry's bytes, in order.
+        named: all shard names in the entry's bytes, in order, even those in lines that are not valid JSON.
     """
 
     version: int
@@ -160,7 +160,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
     """Compare an entry's actions with its commitInfo, and set the entry's `problem` if they differ.
 
-    The shards in the commitInfo, which have digests, replace those in the entry's actions.
+    The descriptions of shards in the commitInfo, which include digests, replace those in the actions.
     """
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
@@ -210,9 +210,9 @@ def checked(
     shards: Mapping[str, int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
-    """Replay the log with `replay`, and check that this results in the same shards that delta-rs finds.
+    """Replay the log, and compare the resulting shards with those that delta-rs finds.
 
-    If no entry is damaged, but the shards differ from those that delta-rs finds, the checkpoints are recorded as damaged.
+    If they differ although the replay found no damage, the checkpoints are reported as damaged.
 
     Args:
         filesystem, last, progress: passed to `replay`.

@@ -164,7 +164,7 @@ def describe_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """Return the reference for a model (a folder or hub id) that computes in the given dtypes.
+    """Describe a model (a folder or hub id) that computes in the given dtypes, and compute its reference id.
 
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
@@ -247,12 +247,12 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        The folder's other files, which do not affect the id, can be read through the checkpoint too. When the block ends, all
-        files are checked for changes since they were opened, so end the block only after the weights have been copied into
+        The folder's other files, which do not affect the id, can be read through the checkpoint too. On exit from the block,
+        all files are checked for changes since they were opened. Leave the block only after the weights have been copied into
         memory.
 
-        Raises FileChangedError if a file was written to in the meantime. If reflogp raises an error in the block, its message
-        names the original paths.
+        Raises FileChangedError if a file was written to in the meantime. If reflogp raises an error in the block, the temporary
+        paths in its message are replaced with the original ones.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -290,7 +290,7 @@ def open_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model's files for the duration of the block, and compute the model's reference.
+    """Open a model's files for the duration of the `with` block, and compute the model's reference.
 
     The arguments and errors are the same as for `describe_reference`.
     """
@@ -308,7 +308,7 @@ _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Read a checkpoint and open all files that its reference id depends on. Start again if they change in between."""
+    """Read a checkpoint and open all files that its reference id depends on. Start again if a file changes in between."""
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:

@@ -1,6 +1,6 @@
 """Define the Arrow schema of shards, build and check tables with this schema, and encode tables as Arrow IPC streams.
 
-Processes exchange tables as Arrow IPC streams, including over HTTP.
+reflogp's processes exchange tables as Arrow IPC streams, for example over HTTP.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def shard_table(
         completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
             has tokens.
         token_logps: n lists of float32.
-        provenance: how the values were computed; stored as one JSON string per row (dictionary-encoded, so it takes almost no
-            space).
+        provenance: how the values were computed. It is stored in each row as a JSON string, which takes almost no space because
+            the column is dictionary-encoded.
     """
     values = token_logps.cast(pa.list_(pa.float32()))
     return pa.table(
@@ -65,7 +65,7 @@ def shard_table(
 
 
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-    """For each list i, return the float64 sum of its first `lengths[i]` values, or of all its values if `lengths` is None.
+    """Return the float64 sum of the first `lengths[i]` values of each list i, or of all its values if `lengths` is None.
 
     Each row is summed separately, so a non-finite value affects only its own row.
     """
@@ -131,7 +131,10 @@ def stream_bytes(table: pa.Table) -> bytes:
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Encode tables as one Arrow IPC stream, and yield it in messages. Joined, they equal the result of `stream_buffer`."""
+    """Encode tables as one Arrow IPC stream, and yield its messages.
+
+    The concatenated messages equal the result of `stream_buffer`.
+    """
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

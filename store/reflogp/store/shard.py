@@ -39,7 +39,7 @@ class ShardDamageError(Exception):
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Sort rows as in a shard: by key, with the longest row of each key first."""
+    """Sort rows into a shard's order: by key, and rows with the same key by length, longest first."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))

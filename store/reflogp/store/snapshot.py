@@ -1,9 +1,9 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
 How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
-suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys:
-because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is one pass over the shards.
-In both cases, the values of individual tokens are read only if a request needs more than the number and the sum of a row's
+suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys.
+Because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is a single pass over the
+shards. In both cases, token values are read only for a request that needs more than the number and the sum of each row's
 values. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """One numbered state of a table. A snapshot is immutable: `advanced` returns a later one.
+    """One numbered state of a table. A snapshot never changes; `advanced` returns a new, later one.
 
     Args:
         number: number of the snapshot.
@@ -120,7 +120,7 @@ class Snapshot:
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return a new snapshot with the given number and with the shards in `rows_of`.
 
-        If it has all shards of this snapshot, it reuses this snapshot's index.
+        If `rows_of` contains all shards of this snapshot, the new snapshot reuses the index.
         """
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
@@ -134,7 +134,7 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look up n keys, and return an object that gives their lengths, sums and values.
+        """Look up n keys, and return an object with the lengths found, from which sums and values can be read.
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
@@ -174,7 +174,7 @@ class Snapshot:
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look up n keys. For each key i, return the sum of its first `lengths[i]` values, in nats, float64 of shape (n,).
+        """Look up n keys, and return the sum of the first `lengths[i]` values of each key i, in nats, float64 of shape (n,).
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
@@ -235,7 +235,7 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """Find sorted keys without an index, in one pass over the row groups that can contain them.
+        """Look up sorted keys without an index, in one pass over the row groups that can contain them.
 
         Only the keys and a few row groups are in memory at a time.
         """
@@ -255,7 +255,7 @@ class Snapshot:
         return places
 
     def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
-        """Yield the entries of the row groups whose key range contains at least one of the keys."""
+        """Yield the index entries of all row groups whose key range contains at least one of the keys."""
         shard = self._shards[number]
         least = np.array([group.least for group in shard.groups], np.uint64)
         greatest = np.array([group.greatest for group in shard.groups], np.uint64)
@@ -304,7 +304,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
-        If `some` is given, the result contains values only for the keys at these indices.
+        If `some` is given, the result contains only the keys at these indices.
         """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
@@ -348,7 +348,7 @@ class Found:
         return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """For each key i, return the sum of its first `lengths[i]` values, float64 of shape (n,).
+        """Return the sum of the first `lengths[i]` values of each key i, float64 of shape (n,).
 
         A key's sum is NaN if the snapshot has fewer values for it than requested, or if its values are damaged. Token values
         are read only for rows whose stored length differs from the requested length.
@@ -360,7 +360,7 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """For the keys at the indices `some`, yield provenances, which tell how the keys' values were computed.
+        """Yield the provenances of the keys at the indices `some`. A provenance tells how values were computed.
 
         The order is arbitrary. A provenance can be yielded several times, because duplicates are removed only among rows that
         are read together. Nothing is yielded for misses and for rows in damaged shards.
@@ -369,7 +369,7 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Read a column for the keys at the indices `wanted`, and yield it in parts: indices of keys, with their values."""
+        """Read a column for the keys at the indices `wanted`, and yield parts: the indices of some keys, with their values."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):

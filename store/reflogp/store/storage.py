@@ -46,7 +46,7 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """Return delta-rs' storage options for a store.
+    """Return delta-rs' storage options for a store, with the option that AWS profiles need.
 
     delta-rs reads AWS profiles and credential files only if no endpoint is given, or if AWS_FORCE_CREDENTIAL_LOAD is set.
     """
@@ -69,7 +69,7 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return a delta-rs filesystem for Arrow, rooted at `uri`. Files written to it appear either complete or not at all.
+    """Return an Arrow filesystem that uses delta-rs, rooted at `uri`. Files written to it appear either complete or not at all.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
@@ -127,7 +127,8 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 def unfinished_files(uri: str) -> list[Path]:
     """Return the files left behind by writes that failed or were killed.
 
-    Locally, delta-rs writes `path#1` and renames it when it is complete. The list is empty for object stores.
+    In a local folder, delta-rs writes a file as `path#1`, and renames it when it is complete. The list is empty for object
+    stores.
     """
     return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 

@@ -136,9 +136,11 @@ class Store:
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
         """Return the candidates for which the store has a table. The list is empty if there is no store at the URI.
 
-        Raises UsageError if the URI points to something that is not a store, DamagedStoreError if a reference.json is damaged,
-        StoreFormatError if the store was written by a newer version of reflogp, and StoreUnavailableError if the store cannot
-        be read.
+        Raises:
+            UsageError: the URI points to something that is not a store.
+            DamagedStoreError: a reference.json is damaged.
+            StoreFormatError: the store was written by a newer version of reflogp.
+            StoreUnavailableError: the store cannot be read.
         """
         self._refuse_what_is_no_store()
         try:
@@ -254,8 +256,7 @@ def choose_reference(
 
     Raises:
         StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
-        UsageError: the store has the model in several dtypes.
-            All errors of describe_reference can be raised too.
+        UsageError: the store has values of the model in several dtypes. All errors of describe_reference can be raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -282,7 +283,7 @@ def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | No
 
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
-    """Return the error for a model that a store or service has in several dtypes."""
+    """Return the error to raise if a store or service has values of a model in several dtypes."""
     heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
         f"{place} has values of {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "

@@ -47,11 +47,12 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows whose keys the snapshot lacks, or for which it has fewer values.
+    """Drop the rows for which the snapshot already has at least as many values, and return the others.
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
-    If nothing changes, `rows` itself is returned, which tells the caller that a shard written from these rows is still valid.
+    If nothing changes, `rows` itself is returned. The caller then knows that a shard already written from these rows is still
+    valid.
 
     Raises DamagedStoreError if stored values that should replace a row's first values are damaged.
     """
@@ -373,7 +374,7 @@ class LogprobTable:
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether the log is damaged. Only the undamaged entries of a damaged log are read. Reopen the table after a repair."""
+        """Whether the log is damaged. If it is, only undamaged entries are read; call `reopened` after a repair."""
         return self._salvaged is not None
 
     @_in_turn
@@ -421,7 +422,7 @@ class LogprobTable:
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
-        """Replay the log's readable entries, after delta-rs failed to read the log and raised `error`.
+        """Replay the log's readable entries, because delta-rs could not read the log and raised `error`.
 
         Raises StoreUnavailableError if the storage does not respond, or if the replay finds no damage.
         """
@@ -471,9 +472,9 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if a log entry after version `before` adds the shard, even though the commit based on `before` failed.
+        """Return True if the shard was committed after version `before`, although the commit seemed to fail.
 
-        The log is searched rather than the latest state, because another process may have compacted the shard already.
+        The log's entries are searched, because another process may already have compacted the shard and thereby removed it.
 
         Raises StoreUnavailableError if there is no commit after `before`: in this case, no other writer caused the failure.
         """
@@ -485,10 +486,10 @@ class LogprobTable:
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
-        """Load the table's latest version and yield, once for each attempt to commit. Pause before all attempts but the first.
+        """Yield once for each attempt to commit, after loading the table's latest version.
 
-        While an attempt prepares its commit, another writer can commit first. The pause therefore comes before the log is read,
-        and it becomes shorter after several failed attempts.
+        An attempt fails if another writer commits after the log is read. To keep that time short, the pause between two
+        attempts comes before the log is read. After several failed attempts, the pauses become shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """

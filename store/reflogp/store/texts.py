@@ -1,10 +1,10 @@
 """Shorten, mask and format text for error messages, logs, pages and reports.
 
-An error message can quote text from a dataset, such as a column name or a value, or the message of a chat template. Such text
-can have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible`
-writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter`
-prevents quoted text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and
-the reprs of results.
+An error message can quote a chat template's message, or text from a dataset, such as a column name or a value. Such text can
+have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible` writes
+control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter` prevents
+quoted text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and the reprs
+of results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the result would be longer than `most` characters, it lists only the first names."""
+    """Join names with commas. If the result would exceed `most` characters, list only the first names and count the others."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -68,7 +68,7 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number, such as 12,345, or 12.3 for a fractional value below 100."""
+    """Format a number, such as 12,345. A fractional value below 100 has three significant digits, such as 12.3."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
@@ -161,8 +161,8 @@ def visible(text: str, keep: str = "") -> str:
 def hide_secrets(text: str) -> str:
     """Return `text` with the user, query and fragment removed from every URI, because signed URIs contain secrets there.
 
-    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Known secret parameters are hidden outside
-    of URIs too.
+    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Parameters that are known to contain
+    secrets are hidden even outside of URIs.
     """
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
 
@@ -198,8 +198,8 @@ def _escapes(keep: str) -> _Escapes:
 class LineFormatter(logging.Formatter):
     """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
 
-    Text that a message or an exception quotes therefore cannot look like a new record or control a terminal, and secrets in
-    URIs are hidden.
+    Quoted text in a message or an exception therefore cannot look like a new record or control a terminal. Secrets in URIs are
+    hidden.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""Apply a trainer's truncation to tokenized rows: find the sequences to look up, and how many of their values are needed.
+"""Apply a trainer's truncation to tokenized rows: determine the sequences to look up, and how many of their values are needed.
 
 Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and relies
 on the fact that a causal model's values do not depend on later tokens. Scoring and joins both use this module, so they compute
@@ -24,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The settings of a trainer's config that change a row's log-probs.
+    """The settings in a trainer's config that affect a row's log-probs.
 
     Attributes:
         max_length: maximum number of tokens in prompt and completion together, or None for no limit.
@@ -39,7 +39,7 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that affect which sequences are scored: max_length and truncation_mode for keep_end, otherwise none.
+        """The settings that affect which sequences are scored: with keep_end, max_length and truncation_mode; otherwise, none.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -78,11 +78,11 @@ def windows(
 ) -> Windows:
     """Return the sequences whose log-probs a trainer with these settings needs.
 
-    With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens;
-    `needed` counts only tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first tokens,
-    which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a different
-    key. If the kept tokens start inside the completion, there is no prompt: the first token then serves as context and has no
-    value, exactly as in TRL's shifted loss.
+    With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens.
+    `needed` counts only the tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
+    tokens, which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a
+    different key. If the kept tokens start inside the completion, there is no prompt. The first kept token then serves as
+    context and has no value, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.
