@@ -1,19 +1,20 @@
-"""Limit the cost of reading a dataset: a file of a few kilobytes can expand to terabytes.
+"""Limit how much data is decoded from a dataset, because a file of a few kilobytes can expand to terabytes.
 
-A service reads uploads with bounds; the command line reads without them. The bounds apply to the size of a row, of a group that
-is read at once (a JSON array, a Parquet row group, an Arrow batch), and of the whole dataset. Sizes are measured in bytes of
-decoded data, not of the Python objects created from the data.
+A service reads datasets with these limits; the command line reads without limits. There is a maximum size for a row, for a
+group of rows that is read at once (a JSON array, a Parquet row group, an Arrow batch), and for the whole dataset. Sizes are
+measured in bytes of decoded data, not of the Python objects created from the data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
 The parent process holds one message from the child in memory at a time. The child splits its data into messages of at most 32
 MiB or of a single row. Batches with dictionaries or views cannot be split, so their messages can take up to `group_bytes`.
 
 The limits do not cover the following costs, so also set a memory limit for the process:
-- Python objects: objects decoded from JSON, and lists, take up to about thirty times the size of their text; strings take up to
+- Python objects. Lists, and objects decoded from JSON, take up to about thirty times the size of their text; strings take up to
   four times the size.
-- Decoding of a JSON array: two copies of the array are in memory, about twice `group_bytes`, in addition to the Python objects.
-- The window of a decompressor uses up to 128 MiB (zstd).
-- Time: a file with many tiny pages or rows can take long to read, because reading stops only at `dataset_bytes`.
+- JSON arrays. While an array is decoded, two copies of it are in memory (about twice `group_bytes`), in addition to the Python
+  objects.
+- Decompression. The window of a decompressor takes up to 128 MiB (zstd).
+- Time. A file with many tiny pages or rows can take a long time to read, because reading stops only at `dataset_bytes`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A longer row is reported as a bad row. If the rows after it cannot be read,
-            DatasetError is raised instead.
+        row_bytes: maximum size of a row. A longer row is reported as a bad row. In a CSV file, DatasetError is raised instead,
+            because the rows after it cannot be read.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -69,7 +70,7 @@ class Meter:
     Args:
         bounds: limits on reading; None for no limits.
         name: the dataset's name, for messages.
-        check: function that is called whenever bytes are counted; may raise an error to stop.
+        check: function that is called whenever bytes are counted. It can stop the reading by raising an error.
     """
 
     def __init__(self, bounds: ReadBounds | None, name: str, check: Callable[[], None] | None = None) -> None:
@@ -144,7 +145,7 @@ class RecordLines(Iterator[str]):
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield the columns of each row of a batch, and the row's size in decoded bytes.
+    """Yield (columns, size in decoded bytes) for each row of a batch.
 
     For a row that is longer than `row_bytes`, yield None and 0.
 
@@ -282,11 +283,11 @@ _HEADER, _BUFFERS, _COMPRESSION, _DATA_OF_DICTIONARY = 2, 2, 3, 1
 def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of an Arrow IPC file or stream.
 
-    A file is read like a stream that starts after the first eight bytes. The file's footer is not used, because a damaged or
+    An Arrow file is read as a stream, starting after its first eight bytes. The file's footer is not used, because a damaged or
     malicious footer could point anywhere.
 
     Raises DatasetError if a decompressed batch is larger than `group_bytes`, if all decompressed dictionaries together are
-    larger, or if a message is damaged or has an unsupported type.
+    larger than `group_bytes`, or if a message is damaged or has an unsupported type.
     """
     with pa.memory_map(str(file)) as source:
         start = 8 if source.read(6) == b"ARROW1" else 0

@@ -3,8 +3,8 @@
 Each component of a path is opened relative to its parent folder, and this module follows symbolic links itself. A user who can
 write below the root therefore cannot make a reader open files outside the root. Before the dataset is read, its digest is
 compared with the expected digest. After the dataset has been read, each file is checked for changes. Copying the dataset would
-be just as safe, but would take disk space and time. Files are hashed in a separate step, because a format such as Parquet is
-not read from beginning to end.
+be just as safe, but would take disk space and time. Files are hashed before they are read, not while they are read, because a
+format such as Parquet is not read from beginning to end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class PathError(DatasetError):
-    """A path that is not a usable dataset.
+    """A path that cannot be used as a dataset.
 
     Attributes:
         kind: "outside" if the path leads outside the root; "hidden" if a component of the path starts with a dot; "missing" if
@@ -56,7 +56,7 @@ class PathError(DatasetError):
 
 @dataclass(frozen=True)
 class Found:
-    """A file or folder below a root.
+    """An open file or folder below a root folder.
 
     Attributes:
         descriptor: file descriptor of the open file or folder.
@@ -71,10 +71,10 @@ class Found:
 
 
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
-    """Return the path of a dataset below a root, with symbolic links resolved, and the digest of the dataset's content.
+    """Return (path with symbolic links resolved, digest of the content) for a dataset below a root folder.
 
     A file's digest is its sha256. A folder's digest is a blake2b digest of the relative names and sha256 digests of its dataset
-    files. Hidden files and files whose suffix is not that of a supported format are ignored, because dataset readers skip them.
+    files. Hidden files and files without a supported suffix are ignored, because dataset readers skip them.
 
     Raises:
         PathError: the path leads outside the root, does not exist, or is not a dataset.
@@ -92,13 +92,13 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """The open files of a dataset whose content has the expected digest. As a context manager, it closes the files on exit.
+    """A dataset's open files, whose content has the expected digest. As a context manager, it closes the files on exit.
 
     Args:
         root: folder that the path must not leave.
         parts: components of the dataset's path below the root.
         digest: expected digest of the content.
-        may_change: True if other users may write below the root; False for a service's own folder, where a file can only be
+        may_change: True if other users can write below the root. False for a service's own folder, where a file can only be
             replaced by a file with the same content.
 
     Attributes:
@@ -151,10 +151,10 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens an image named by a row of a dataset, and returns the file descriptor.
+    """Return a function that opens an image by its path from a row of a dataset, and returns the file descriptor.
 
-    Relative paths start at the dataset's folder. The function raises RowError if a path leads outside the root or through a
-    hidden folder, or if the file is hidden or cannot be opened.
+    Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
+    through a hidden folder, or if the file is hidden or cannot be opened.
 
     Args:
         root: folder that paths must not leave.

@@ -1,8 +1,9 @@
 """Run functions in forked child processes that have a memory limit and that the parent process can kill at any time.
 
 A child inherits its parent's memory and therefore starts within milliseconds. The child closes every inherited file except a
-socket to its parent, standard error, and the files in `files`. On Linux, RLIMIT_AS limits the child's memory. When the
-machine's memory is exhausted, the kernel kills the child before other processes. A child that crashes writes no core dump.
+socket to its parent, standard error, and the files that the caller lists. On Linux, RLIMIT_AS limits the child's memory, and
+when the machine runs out of memory, the kernel kills the child before other processes. A child that crashes writes no core
+dump.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ConfinedProcess:
         work: function that is called in the child. The child exits with status 0 when `work` returns, with OUT_OF_MEMORY after
             a MemoryError, and with 1 after any other exception.
         memory: bytes of memory that the child may use in addition to the address space that it inherits.
-        files: file descriptors that stay open in the child, where their numbers are SOCKET + 1, SOCKET + 2 and so on.
+        files: file descriptors that stay open in the child, renumbered to SOCKET + 1, SOCKET + 2 and so on.
 
     Attributes:
         socket: the parent's end of the socket.
@@ -110,7 +111,7 @@ class ConfinedProcess:
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if, for `seconds` seconds, it has used no processor time and `progress` has not changed.
+        """Kill the child if it has used no processor time, and `progress` has not changed, for `seconds` seconds.
 
         `progress` is a number that the caller changes when the child makes progress. Time during which this process did not
         run, for example on a suspended machine, does not count.
@@ -130,7 +131,7 @@ class ConfinedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the child and return its exit status, which is -N if signal N ended the child.
+        """Kill the child and return its exit status, or -N if signal N killed it.
 
         Later calls return the same status.
         """
@@ -148,7 +149,7 @@ class ConfinedProcess:
 
 
 def _kill_own_child(pid: int, parent: int) -> None:
-    """Kill a child that was not ended explicitly, and wait for it to exit.
+    """Kill a child whose `end` method was not called, and wait for it to exit.
 
     Do nothing in a process that is not the child's parent, such as another process that the parent forked.
     """
@@ -170,7 +171,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _run(work: Callable[[], None], memory: int, files: Sequence[int]) -> NoReturn:
-    """Call `work` and exit. The child must never return from here, because only the parent may run the code after the fork."""
+    """Call `work` and exit. This function must never return, because only the parent may run the code after the fork."""
     try:
         _confine(memory, files)
         work()

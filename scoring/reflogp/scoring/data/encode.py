@@ -3,8 +3,8 @@
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
 only to plain-text completions. Two texts are tokenised: the prompt, and the prompt followed by the completion. The completion
 starts where the two lists of tokens first differ. In a pair, both completions start at the earlier of the two positions found
-in this way. This module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls this
-module in a process that can be killed.
+in this way. This module does not import trl. Templates and tokenizers run in the process that calls this module. `row_process`
+calls it in child processes that can be killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return (prompt_ids, completions) for each example, encoded as in TRL, or the example's error."""
+    """Encode examples as in TRL. Return (prompt_ids, completions) or an error for each example."""
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
@@ -36,7 +36,7 @@ def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBas
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return the token ids of examples that `render` rendered. Errors are returned unchanged."""
+    """Convert rendered examples (see `render`) to token ids. Errors are returned unchanged."""
     flat = [text for parts in rendered if not isinstance(parts, RowError) for text in parts]
     encoded = iter(_encode(flat, tokenizer))
     outcome: list[Tokens | RowError] = []
@@ -61,7 +61,7 @@ def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode, with or without adding the tokenizer's special tokens before and after the text."""
+    """A text to encode, and whether to add the tokenizer's special tokens before and after it."""
 
     text: str
     special_tokens: bool
@@ -74,7 +74,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Render the prompt, and the prompt followed by each completion.
 
     Returns:
-        The texts to encode, or token ids if the tokenizer has its own `apply_chat_template`.
+        The texts to encode, or token ids if the example is conversational and the tokenizer's class overrides
+        `apply_chat_template`.
 
     Raises:
         RowError: the chat template fails for the example, or rendering takes too much memory.
@@ -104,10 +105,10 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer renders templates with transformers' own code.
+    """Return True if the tokenizer uses transformers' own `apply_chat_template`.
 
-    For such a tokenizer, encoding many rendered texts in one batch gives the same token ids as tokenising with
-    `apply_chat_template`.
+    Many texts that such a tokenizer has rendered can be encoded in one batch. The token ids are the same as if
+    `apply_chat_template` had tokenised each text.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

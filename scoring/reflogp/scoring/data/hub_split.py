@@ -37,13 +37,13 @@ _CPU_SECONDS, _MEMORY = 300, 2 << 30
 
 
 def files_of_split(place: HubPlace, config: str | None, split: str, check: Callable[[], None]) -> list[HubFile]:
-    """Return the files of a split, in the order in which `datasets` reads them, at the current commit of the revision.
+    """Return a split's files at the current commit of a revision, in the order in which `datasets` reads them.
 
     Args:
         place: the dataset's repository and revision on the Hub.
         config: a config (subset) of the dataset; None for its default.
         split: name of the split.
-        check: function that is called a few times a second; may raise an error to stop.
+        check: function that is called a few times a second. It can stop the search by raising an error.
 
     Raises:
         DatasetError: the dataset, the config or the split does not exist, or the files cannot be read.
@@ -179,7 +179,7 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
 
 
 def _path(url: str, place: HubPlace) -> str:
-    """Return a file's path in the repository.
+    """Convert a file's URL to its path in the repository.
 
     Raises DatasetError if the file is not in the repository or has an unsupported format.
     """

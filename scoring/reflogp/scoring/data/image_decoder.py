@@ -45,11 +45,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 class ImageDecoder:
-    """A thread-safe pool of child processes that decode images and compute their pixel digests, used as a context manager.
+    """A thread-safe pool of child processes that decode images and compute their pixel digests. Use it as a context manager.
 
     Attributes:
-        children: maximum number of child processes, which is the number of cores or, on a machine with little memory, a lower
-            number.
+        children: maximum number of child processes: the number of cores, or fewer if little memory is free.
     """
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ class ImageDecoder:
             self._idle.put(None)  # a thread that waits for a child wakes up and gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
-        """Return (pixel_digest, kind, seconds of processor time) for an encoded image.
+        """Return (pixel digest, kind, seconds of processor time spent on decoding) for an encoded image.
 
         Raises RowError if the data is damaged or is not an image, or if the image has too many pixels or takes too much memory
         or processor time to decode.
@@ -129,7 +128,7 @@ class ImageDecoder:
 
 
 class _Child(ConfinedProcess):
-    """A child that identifies one image at a time."""
+    """A child process that decodes images, one at a time, and returns their digests."""
 
     def ask(self, data: bytes) -> bytes | None:
         """Send an encoded image to the child and return its answer, or None if the child has exited."""

@@ -1,9 +1,10 @@
 """Tokenise rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
-list of parts. Images are inserted at the start of the first user message, unless parts of type image specify other positions.
-The chat template is rendered. The prompt and the completions are tokenised separately, without adding special tokens. Plain
-text is used unchanged; no EOS token is appended. This module does not import trl.
+list of parts. Placeholders for the images are inserted at the start of the first user message whose content is text. If there
+is no such message, the messages must already contain the placeholders. After the chat template is rendered, the prompt and the
+completions are tokenised separately, without adding special tokens. Plain text is used unchanged; no EOS token is appended.
+This module does not import trl.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 
 
 def prepare_child() -> None:
-    """Make torch usable in a forked process, for image processors that use torch.
+    """Limit torch to one thread in a forked process, so that image processors that use torch do not hang.
 
-    Otherwise, torch would wait for the threads of the parent's thread pool, which do not exist in the forked process.
+    Without this limit, torch would wait for the parent's thread pool, whose threads do not exist in the forked process.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -80,10 +81,11 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 
 
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return the messages, with the content of each message as a list of parts.
+    """Return the messages with each message's content converted to a list of parts.
 
-    `images` is the number of parts of type image that the returned messages must contain. If the content of the first user
-    message is text, the image parts are inserted before the text. Otherwise, the messages must already contain the image parts.
+    `images` is the number of parts of type image that the returned messages must contain. The image parts are inserted before
+    the text of the first user message whose content is text. If there is no such message, the messages must already contain the
+    image parts.
 
     Raises RowError if the number of parts of type image differs from `images`, if a role is unknown, or if a part contains an
     image, audio or video.

@@ -1,4 +1,4 @@
-"""Open a row's images (bytes, files, data URIs or decoded images) within limits, and identify each image by its pixels.
+"""Read a row's images (bytes, files, data URIs or decoded images), enforce limits, and identify each image by its pixels.
 
 Images are read in the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF
 orientation, and its mode (such as RGB or L) is kept.
@@ -73,7 +73,7 @@ class RowImage:
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
-        """Return the content of an image file that decodes to exactly the pixels of this image.
+        """Return the image in an encoded form, such as PNG, that decodes to exactly the same pixels.
 
         Raises RowError if no file format can store the image without loss.
         """
@@ -95,7 +95,7 @@ class ImageFile:
 
     Attributes:
         path: the file's path, as given in the row.
-        key: result of PixelCache.key for the file's content.
+        key: key of the file's content in the pixel cache (see `PixelCache.key`).
         size: the file's size in bytes.
         open_file: function that opens the file.
     """
@@ -114,13 +114,13 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens files. Relative paths start at `folder`, or at the current folder if `folder` is None."""
+    """Return a function that opens files. Relative paths are resolved against `folder`, or the current folder if it is None."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class ImageReader:
-    """A reader that opens and identifies the images of rows in several threads.
+    """A reader that opens images and computes their pixel digests, in several threads.
 
     Args:
         open_file: function that opens a file named by a row.
@@ -138,7 +138,7 @@ class ImageReader:
     ) -> list[tuple[RowImage, ...] | RowError]:
         """Return the images of each row, or an error for a row whose images cannot be used.
 
-        `check` is called many times a second.
+        `check` is called many times a second and can stop the reading by raising an error.
         """
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
@@ -256,7 +256,7 @@ def _decoded_size(image: Any) -> int:
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name for messages, value) for each image in a row.
+    """Return (name for error messages, value in the row) for each image of a row.
 
     The column `image` contains one image, and the column `images` contains a list of images.
 

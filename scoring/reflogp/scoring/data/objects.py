@@ -23,8 +23,8 @@ def open_dataset(dataset: Any) -> RowSource:
     """Open a dataset of any supported type, and return a source of its rows.
 
     Args:
-        dataset: a path or hub name, whose train split is read; a `datasets.Dataset` or `IterableDataset`, whose format is
-            ignored; a pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The dataset must have columns that
+        dataset: a path or hub name (the train split is read), a `datasets.Dataset` or `IterableDataset` (its output format is
+            ignored), a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts. The dataset must have columns that
             `reflogp score` accepts.
 
     Raises:

@@ -71,18 +71,19 @@ _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
 class _MemoryExceededError(DatasetError):
-    """The child process used too much memory, or crashed, possibly because it ran out of memory."""
+    """The child process used too much memory, or crashed, perhaps for lack of memory."""
 
 
 class _ReaderKilledError(_MemoryExceededError):
-    """A signal ended the child process: the process crashed, or the kernel or another process killed it."""
+    """A signal terminated the child process, because it crashed or because the kernel or another process killed it."""
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
-    If a signal ends the child process, the process is restarted once. If a row group takes too much memory, it is read again
-    with the next plan of `_PLANS`, which needs less memory. The row groups after it are again read with the first plan.
+    If a signal terminates the child process, a new child process continues where it stopped. If a row group takes too much
+    memory, or if two child processes in a row are terminated before they send a batch, the next plan of `_PLANS` is tried,
+    which needs less memory. Later row groups are read with the first plan again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -128,7 +129,7 @@ def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
 class _Reader(ConfinedProcess):
     """A child process that reads a file.
 
-    For pyarrow in the parent process, it is a file-like object with the child's output.
+    In the parent process, pyarrow reads the child's output from this object as from a file.
     """
 
     closed = False
@@ -153,7 +154,7 @@ class _Reader(ConfinedProcess):
         return self.rows(), schema
 
     def rows(self) -> int:
-        """Return the number of rows in the file, which the child stored when it opened the file."""
+        """Return the number of rows in the file, which the child reads from the file's metadata."""
         return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
@@ -225,7 +226,7 @@ class _Reader(ConfinedProcess):
 
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
-    """Send a file's batches, or only its schema if there is no plan. Store the number of rows in `result`."""
+    """Send a file's batches, or only its schema if `plan` is None. Store the number of rows in `result`."""
     pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which does not count toward the limit
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
     try:
@@ -267,7 +268,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
     """Split a batch into pieces that have at most `size` bytes or consist of a single row.
 
-    A batch is yielded whole if each of its pieces would still carry the values of all rows.
+    A batch with dictionaries or views is not split, because each piece would still carry the values of all rows.
     """
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
     if whole or batch.num_rows <= 1 or any(_shares_values(field.type) for field in batch.schema):
@@ -279,7 +280,7 @@ def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _shares_values(kind: pa.DataType) -> bool:
-    """Return True for types whose column slices still carry the values of all rows, such as dictionaries."""
+    """Return True if each slice of a column of this type carries the values of all rows, as with dictionaries."""
     if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return True
     return any(_shares_values(kind.field(number).type) for number in range(kind.num_fields))

@@ -29,7 +29,7 @@ _MOST = 4_000_000
 
 
 class PixelCache:
-    """A thread-safe cache of the pixel digests, sizes and modes of encoded images, used as a context manager.
+    """A thread-safe cache of the pixel digests, sizes and modes of encoded images. Use it as a context manager.
 
     The cache folder must belong to this user and must not be writable by other users. Otherwise, they could store false
     digests, and rows would get wrong keys.
@@ -65,7 +65,7 @@ class PixelCache:
     def key(data: bytes) -> bytes:
         """Return the key of an encoded image.
 
-        The key depends on the version of Pillow, because another version may decode the image to different pixels.
+        The key depends on the version of Pillow, because a different version may decode the image to different pixels.
         """
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 

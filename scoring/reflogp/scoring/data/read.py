@@ -90,11 +90,11 @@ class RowSource:
         data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
             Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, three things are rejected: data that exceeds the
-            limits, saved datasets that name files outside their folder, and hub names.
-        check: function that is called many times while the dataset is read; may raise an error to stop.
-        open_image: function that opens an image file named by a row, and returns the file descriptor. If None, any file may be
-            opened, and relative paths start at the folder of the dataset's files.
+        bounds: limits for untrusted data; None for no limits. If there are limits, hub names and saved datasets that name files
+            outside their folder are also rejected.
+        check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
+        open_image: function that opens an image by its path from a row, and returns the file descriptor. If None, rows can name
+            any file, and relative paths are resolved against the folder of the dataset's files.
 
     Attributes:
         open_image: function that opens an image file named by a row.
@@ -183,8 +183,8 @@ class RowSource:
         For text and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
-            usable: function that takes a row's columns and returns True if the row affects the schema. It must return False for
-                a row that will be left out of the output.
+            usable: function that takes a row's columns. It must return False for a row that will be left out of the output, so
+                that the row does not affect the schema.
 
         Raises:
             DatasetError: a column has values of types that cannot be combined.
@@ -208,7 +208,7 @@ class RowSource:
         """Return True if any row of the dataset has one of these columns, even if its value is null.
 
         The columns of Parquet files, saved datasets and hub datasets are read from their metadata. All other formats are read
-        up to the first row with such a column. The result is None for a stream, which may never end.
+        up to the first row with such a column. For a stream, the result is None, because the search might never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
@@ -254,8 +254,8 @@ class RowSource:
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `datasets.Dataset` in its output format. Rows are read in batches.
 
-    An image is yielded without decoding, as {"bytes": …, "path": …}. Only an image from a column with a fixed mode, such as
-    RGB, is decoded, because `datasets` converts it to that mode.
+    Images are not decoded, but yielded as {"bytes": …, "path": …}. Images in a column with a fixed mode, such as RGB, are the
+    exception, because `datasets` converts them to that mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -385,7 +385,7 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a saved dataset.
+    """Return the JSON object in a metadata file of a saved dataset.
 
     Raises DatasetError if `splits` or `_data_files` is present but is not a list.
     """
@@ -434,7 +434,7 @@ def _json_row(line: bytes) -> _Read:
 
 
 def _object(value: Any, size: int, text: str) -> _Read:
-    """Return the row for a JSON value and its source text."""
+    """Convert a JSON value, decoded from `text`, to a row."""
     if not isinstance(value, dict):
         return None, f"the row has type {type(value).__name__}; expected a JSON object", 0
     problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
@@ -444,7 +444,7 @@ def _object(value: Any, size: int, text: str) -> _Read:
 def _surrogate_problem(value: Any) -> str | None:
     """Return an error message if the value contains an unpaired surrogate or is nested too deeply, otherwise None.
 
-    Two escapes that form a surrogate pair are valid, because they become one character.
+    Two escapes that form a surrogate pair are valid, because the JSON decoder turns them into one character.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -456,7 +456,7 @@ def _surrogate_problem(value: Any) -> str | None:
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Yield the rows of a JSON file: an array of objects, which are decoded one at a time, or JSON lines."""
+    """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON lines."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))

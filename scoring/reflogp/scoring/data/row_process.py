@@ -64,12 +64,12 @@ TokenArrays = tuple[Ids, tuple[Ids, ...]]
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Resource limits for tokenising one row.
+    """Resource limits for tokenising rows.
 
     Attributes:
-        seconds: seconds of processor time.
-        memory: bytes of memory in addition to the memory that the process already uses.
-        children: maximum number of parallel child processes.
+        seconds: seconds of processor time for one row.
+        memory: bytes of memory that a child process may use in addition to the memory that it inherits.
+        children: maximum number of child processes that run in parallel.
     """
 
     seconds: float = ROW_SECONDS
@@ -83,13 +83,14 @@ def _cores() -> int:
 
 
 class RowTokenizer:
-    """An object that tokenises the rows of one dataset. As a context manager, it ends its child processes on exit.
+    """A pool of child processes that tokenise the rows of one dataset. As a context manager, it kills them on exit.
 
     Args:
         tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
         form: "preference" or "kto".
         limits: resource limits for each row; None for the defaults.
-        check: function that is called about ten times a second while rows are tokenised; may raise an error to stop.
+        check: function that is called about ten times a second while rows are tokenised. It can stop the work by raising an
+            error.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class RowTokenizer:
             images: the images of each row, or the error that occurred while opening them. None for text-only rows.
 
         Returns:
-            For each row, in order, a list with one entry for each example: the example's token ids or its error. For a row that
-            cannot be used, the list contains only an error.
+            A list for each row, in order, with the token ids or the error of each example. For a row that cannot be used, the
+            list contains only an error.
 
         Raises:
             TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
-            DatasetError: SLOW_ROWS rows reached their time limit.
+            DatasetError: too many rows (SLOW_ROWS) reached the time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
         waiting = deque(self._chunks(rows, images, found))
@@ -201,10 +202,10 @@ class RowTokenizer:
             found[at] = examples
 
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
-        """Handle a child that has exited.
+        """Handle the exit of a child that was processing a chunk.
 
-        If another row may have caused the exit, retry the row that the child was processing, without other rows. Otherwise,
-        report it as a bad row.
+        The row that caused the exit is reported as a bad row. If the cause may be a different row, the suspected rows are first
+        retried, each on its own. The rest of the chunk goes back to the waiting chunks.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -325,8 +326,7 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return a row as JSON: the columns that determine the tokens and, as `images`, the digests and kinds of its images.
-
+    """Return, as JSON, the columns that determine a row's tokens and, under `images`, the digests and kinds of its images.
 
     Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """
@@ -354,7 +354,7 @@ def _placeholder(value: Any) -> str:
 
 
 def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
-    """Yield each row's examples, built from the lengths and the array of token ids in a child's answer."""
+    """Yield each row's examples. `rows` holds the lengths, and `ids` the token ids, from a child's answer."""
     start = 0
     for examples in rows:
         found: list[TokenArrays | RowError] = []

@@ -60,7 +60,7 @@ class Example:
 def detect_format(columns: dict[str, Any]) -> Format:
     """Return the format of a dataset whose first readable row has these columns.
 
-    Raises DatasetError, whose message lists the columns, if the columns match no format.
+    Raises DatasetError if the columns match no format. The message lists the columns.
     """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -77,7 +77,7 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the columns that hold the token ids of the completions in this format.
+    """Return the names of the columns for the completions' token ids in a dataset of this format.
 
     Args:
         form: the dataset's format.
@@ -130,7 +130,9 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return (prompt, chosen, rejected) for a pair whose prompt is the common prefix of both completions, as text or messages.
+    """Split off the common prefix of a pair as its prompt. Return (prompt, chosen, rejected).
+
+    `chosen` and `rejected` are texts or lists of messages.
 
     The prompt ends where TRL's extract_prompt ends it, including in edge cases, because a different prompt would give different
     keys. A space before the first difference belongs to the completions. If `chosen` or `rejected` is a prefix of the other,

@@ -37,8 +37,9 @@ class TokenizedRows:
     """Rows of a dataset as token ids.
 
     Attributes:
-        table: columns row (int64: row number in the dataset), prompt_ids and one column per completion (list<int64>):
-            chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
+        table: table with the columns `row` (row number in the dataset, int64), `prompt_ids`, and one column for each
+            completion: `chosen_ids` and `rejected_ids`, or `completion_ids` and, in some datasets, `KL_completion_ids`. Columns
+            of token ids have the type list<int64>.
         rows: original columns of each row of the table, as read from the dataset, in the table's order.
         problems: row number -> reason, for each row with an example that could not be added to the table.
         last_row: number of the last row that was read, even if that row is not usable.
@@ -146,7 +147,7 @@ def tokenize_dataset(
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
     """Return the format of the first row whose columns match a format, and the names of its completion columns.
 
-    Raises DatasetError, with the first row's problem, if no row matches a format.
+    If no row matches a format, raises DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
     for columns in rows:
@@ -163,7 +164,7 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
 
 @dataclass(frozen=True)
 class _Images:
-    """The objects that are needed to tokenise a dataset with images."""
+    """The image processor and the image reader for a dataset with images."""
 
     vision: VisionProcessor
     reader: ImageReader
@@ -172,7 +173,9 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor, or None for a dataset without images, and whether later rows of a stream may have images.
+    """Return (image processor, True if later rows of a stream may have images).
+
+    The image processor is None for a dataset without images.
 
     Args:
         source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for one, unless the
@@ -275,7 +278,7 @@ def chosen_tokenizer(
 
     Args:
         model: the reference model's folder.
-        tokenizer: folder or hub id of another tokenizer; None for the model's own.
+        tokenizer: folder or hub id of a different tokenizer; None for the model's tokenizer.
         chat_template: path of a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's
             template.
 

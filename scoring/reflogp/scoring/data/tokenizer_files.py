@@ -39,7 +39,7 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if other files have taken their place on disk since they were opened.
+        """Load the tokenizer from the open files, even if the files on disk have been replaced since then.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
@@ -99,7 +99,10 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Identify the current tokenizer of a model folder without loading it. Raises the same errors as `open_tokenizer`."""
+        """Return a reference to a model folder's current tokenizer, without loading it.
+
+        Raises the same errors as `open_tokenizer`.
+        """
         with open_tokenizer(model) as opened:
             return TokenizerRef(model, trust_remote_code, opened.digest, self)
 

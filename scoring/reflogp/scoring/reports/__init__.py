@@ -1,1 +1,1 @@
-"""Build the page that `reflogp report` writes about a scored dataset, from its tokens and the stored log-probs."""
+"""Build the page that `reflogp report` writes about a scored dataset, from the dataset's tokens and stored log-probs."""

@@ -37,7 +37,7 @@ _MOST = 0.99
 
 @dataclass
 class ReportSummary:
-    """The results of a report.
+    """The statistics and findings of a report, and the files that were written.
 
     Attributes:
         rows: number of rows read.
@@ -61,7 +61,7 @@ class ReportSummary:
         outliers: kind of outlier -> number of examples.
         truncation: effect of each compared max_length (see `truncation.Cut`).
         findings: the findings at the top of the page, with `kind` ("fix", "check", "fact" or "good"), `text` and `command`.
-        seconds: elapsed time.
+        seconds: number of seconds that the report took.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
         snapshot: number of the snapshot that the values were read from.
         store: URI of the store.
@@ -119,7 +119,7 @@ def write_report(
     model: str,
     watcher: ProgressCallbacks | None = None,
 ) -> ReportSummary:
-    """Write `output`/index.html and the charts.
+    """Write a report about a dataset: `output`/index.html and the charts.
 
     Args:
         dataset: the tokenized dataset.
@@ -222,7 +222,7 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (index in `collected`, similarity) for pairs whose completions are alike but not identical, most similar first."""
+    """Return (index in `collected`, similarity) for each pair with similar, not identical completions, most similar first."""
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

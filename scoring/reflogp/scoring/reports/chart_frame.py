@@ -1,6 +1,6 @@
 """Draw the common parts of SVG charts: the frame with title and description, the grid, and axes with round numbers.
 
-The stylesheet sets colors and fonts by class.
+The stylesheet sets colors and fonts for the classes of the SVG elements.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def round_ticks(low: float, high: float, about: int, whole: bool = False) -> lis
 
 
 def x_at(value: float, low: float, high: float) -> float:
-    """Return the x coordinate of a value; `low` and `high` are at the left and right edges of the plot."""
+    """Return the x coordinate of a value on an axis from `low` (left edge of the plot) to `high` (right edge)."""
     return LEFT + PLOT_WIDTH * (value - low) / (high - low)
 
 
 def y_at(value: float, low: float, high: float) -> float:
-    """Return the y coordinate of a value; `low` and `high` are at the bottom and top edges of the plot."""
+    """Return the y coordinate of a value on an axis from `low` (bottom edge of the plot) to `high` (top edge)."""
     return TOP + PLOT_HEIGHT * (1 - (value - low) / (high - low))
 
 
@@ -92,5 +92,5 @@ def written(place: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Format the number at a bar's edge or at a tick."""
+    """Format a number for a tick or for the edge of a bar, with rounding errors near zero removed."""
     return short_number(0.0 if abs(value) < 1e-12 else value)

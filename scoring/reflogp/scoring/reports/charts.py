@@ -27,7 +27,7 @@ PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", 
 
 
 def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> list[str]:
-    """Write one PNG file for each figure that is not None; return the file names.
+    """Write a PNG file for each chart that has data; return the file names.
 
     Args:
         heading: the dataset's name, printed above each chart.
@@ -110,7 +110,7 @@ def check_folder(folder: Path) -> None:
 
 
 def forget_other_charts(folder: Path, written: list[str]) -> None:
-    """Delete the charts that an earlier report wrote and the new report did not replace."""
+    """Delete the charts of an earlier report that the new report did not replace."""
     for name in set(PNG_NAMES) - set(written):
         (folder / name).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """Collect a few statistics for each example in one pass over a dataset, and count the examples without log-probs.
 
-Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. Text and tokens are not kept, so an
-example takes only about 100 bytes of memory, plus 256 bytes for its sketch.
+Rows are tokenized and truncated, and keys are computed, in the same way as in scoring and in the module `joining`. Text and
+tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its sketch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Coverage:
 
     Attributes:
         rows: number of rows read.
-        examples: number of tokenized examples, which is with_values + missing + dropped + the bad examples that could be
+        examples: number of tokenized examples: the sum of with_values, missing, dropped and the bad examples that could be
             tokenized. A row is one example, or two if pairs are split for KTO.
         with_values: number of examples with log-probs.
         missing: number of examples for which the snapshot has no values.
@@ -89,7 +89,10 @@ class Coverage:
     bare: int = 0
 
     def share(self) -> float:
-        """Return the fraction of examples that have values, not counting dropped examples; a bad row counts as one example."""
+        """Return the fraction of examples that have values.
+
+        Dropped examples are left out, and a bad row counts as one example.
+        """
         wanted = self.with_values + self.missing + self.bad_rows
         return self.with_values / wanted if wanted else 0.0
 
@@ -177,7 +180,7 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that remembers its last result, so that the log-probs of single tokens can be read without a second lookup."""
+    """A lookup that keeps its last result, from which the log-probs of single tokens can be read without a second lookup."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -238,7 +241,7 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """For each token column, return each example's lowest log-prob after truncation, float64 (n,).
+    """Return each example's lowest log-prob after truncation, for each column of token ids: float64 (n,).
 
     The result is 0 for an example without log-probs.
     """

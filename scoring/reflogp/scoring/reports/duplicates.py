@@ -1,4 +1,4 @@
-"""Find duplicate examples: compare keys for exact duplicates and opposite preferences, and sketches for near duplicates."""
+"""Find exact duplicates and opposite preferences by comparing keys, and near duplicates by comparing sketches."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ class Histograms:
     """Histograms of several series with the same bar edges.
 
     Attributes:
-        edges: edges of the bars, one more than there are bars.
+        edges: edges of the bars; there is one more edge than there are bars.
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
-        beyond: number of values outside the edges; these values are counted in the first and last bars.
+        beyond: number of values below the first edge or above the last. They are counted in the first and last bars.
         zero: True to draw a line at zero. A margin above zero means that the reference prefers chosen.
     """
 
@@ -229,11 +229,11 @@ class LabelPreference:
     """How often the reference prefers desirable to undesirable completions, in KTO examples.
 
     Attributes:
-        desirable, undesirable, without: numbers of examples labeled desirable, labeled undesirable, and without a label,
-            including examples without log-probs.
-        desirable_higher: if each desirable completion is compared with each undesirable one, the fraction of comparisons in
-            which the desirable one has the higher mean log-prob per token. Ties count as one half (area under the ROC curve).
-            The fraction is None if no desirable or no undesirable completion has log-probs.
+        desirable, undesirable, without: numbers of examples with the label desirable, with the label undesirable, and without a
+            label. Examples without log-probs are also counted.
+        desirable_higher: fraction of all comparisons between a desirable and an undesirable completion in which the desirable
+            one has the higher mean log-prob per token. Ties count as one half, as in the area under the ROC curve. The fraction
+            is None if no desirable or no undesirable completion has log-probs.
     """
 
     desirable: int

@@ -31,7 +31,7 @@ _KTO_RANGE = (1.0, 1.33)
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding in plain sentences, and the command to run, if there is one."""
+    """A finding in plain sentences, and the command that the reader should run, if any."""
 
     kind: Kind
     text: str
@@ -39,12 +39,12 @@ class Finding:
 
 
 def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> list[Finding]:
-    """Return findings about which rows have values.
+    """Return findings about rows with and without values, bad rows, and empty prompts.
 
     Args:
         coverage: counts of examples with and without values.
         score: command that scores the missing rows.
-        repair: command that repairs the damaged store and must be run first; None if the store is intact.
+        repair: command that repairs the store and must be run first; None if the store is not damaged.
     """
     found = []
     if repair:
@@ -182,7 +182,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
 
 
 def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
-    """Return a finding about the tokens that the trainer's max_length cuts.
+    """Return a finding about what the trainer's max_length cuts.
 
     Args:
         at: the effect of the user's max_length, or of TRL's default.

@@ -54,8 +54,8 @@ def robust_z(values: Floats) -> Floats:
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
     """Compute `robust_z` within groups of similar lengths, because means over few tokens vary more than means over many.
 
-    Lengths are grouped by powers of two. A group with fewer than _ENOUGH values is merged with the next group, or with the
-    previous group if it is the last one.
+    Lengths are grouped by powers of two. A group with fewer than _ENOUGH values is merged with the next group, or, if there is
+    no next group, with the previous one.
 
     Args:
         values: mean log-probs or margins, float64 (n,).
@@ -78,7 +78,7 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
 
 
 def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
-    """Return the kinds of outliers that occur, each with up to `shown` of its most extreme examples."""
+    """Return the kinds of outliers that occur in a dataset, each with its most extreme examples (up to `shown`)."""
     good = np.flatnonzero(collected.usable)
     if not len(good):
         return []
@@ -127,7 +127,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return an OutlierKind for the examples whose value in `beyond` is positive; a larger value is more extreme."""
+    """Return an OutlierKind for the examples with a positive value in `beyond`; a larger value is more extreme."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

@@ -73,10 +73,10 @@ class Content:
 
     Attributes:
         noun: what an example is called: "pair" or "row".
-        at: the effect of the trainer's max_length.
+        at: the effect of the trainer's max_length on the dataset.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
-        alike: (index of the pair, similarity) of the displayed pairs whose completions hardly differ, most similar first.
+        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ, most similar first.
         alike_count: total number of pairs whose completions hardly differ.
         shown: index of an example -> what the page displays for it.
         seconds: time that the report has taken so far.
@@ -206,7 +206,7 @@ def draw_density(name: str, density: Density) -> Markup:
 
 
 def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
-    """Draw fractions by max_length on a log2 scale, with a vertical line at the marked max_length."""
+    """Draw the truncation curves, with max_length on a log2 scale and a vertical line at the marked max_length."""
     left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
     if right <= left:
         left, right = left - 0.5, right + 0.5

@@ -1,4 +1,4 @@
-"""Read the examples that a report shows: their text, and the log-prob of each token as one of seven levels.
+"""Read the examples that a report shows: their text, and each token's log-prob, classified into one of seven levels.
 
 Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
 """
@@ -109,7 +109,7 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Return the text of `count` tokens.
+    """Return the text of the `count` tokens that start at the index `at`.
 
     They are decoded with the token before them, because some tokenizers drop a space at the beginning of a text.
     """
@@ -193,7 +193,7 @@ def read_shown(
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: indices in `collected` of the pairs, among `places`, whose two completions are compared token by token.
+        compared: indices (also in `places`) of the pairs whose two completions are compared token by token.
         collected: the result of `collect` for the same dataset.
         dataset, snapshot, settings: the same as for `collect`.
 

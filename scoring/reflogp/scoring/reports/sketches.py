@@ -3,10 +3,10 @@
 To make a sketch, each of 64 hash functions is applied to all runs of three tokens, and the smallest hash of each function is
 stored (Broder, 1997). Prompts and completions are hashed separately. Each stored hash is shortened to 16 bits, so the sketch of
 an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the examples
-have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completions of several examples agree in a
-group, each of these examples is compared only with the first of them and with the one before it. The work therefore grows with
-the number of examples, not with its square. Two completions are compared token by token only if their lengths and token counts
-do not already rule out the required similarity.
+have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of several examples agree
+in a group, each of these examples is compared only with the first of them and with the one before it. The work therefore grows
+with the number of examples, not with its square. Two completions are compared token by token only if their lengths and token
+counts do not already rule out the required similarity.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Uint32s = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class NearPair:
-    """Two examples, by index, and the estimated similarity of their prompts and of their completions."""
+    """The indices of two examples, and the estimated similarities of their prompts and of their completions."""
 
     first: int
     second: int
@@ -91,7 +91,7 @@ class Sketches:
         """Return pairs of near duplicates, most similar first; `second` is the later example of a pair.
 
         Args:
-            repeats: True for examples to ignore because they are exact duplicates of an earlier example, bool (n,).
+            repeats: True for each example to ignore because it is an exact duplicate of an earlier example, bool (n,).
         """
         if not self.count:
             return []
@@ -138,9 +138,9 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each group of entries, pair each example with the first and the last earlier example that agree with it.
+    """Return (first, second): the indices of the examples to compare with each other.
 
-    Return (first, second).
+    In each group of entries, an example is paired with the first and the last of the earlier examples that agree with it.
     """
     count = len(bands)
     codes = np.zeros(0, np.int64)
