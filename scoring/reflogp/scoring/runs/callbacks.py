@@ -20,7 +20,7 @@ class ProgressCallbacks:
         """Report the estimated number of sequences in the dataset; called once, when the first rows have been read."""
 
     def read(self, rows: int) -> None:
-        """Report that `rows` rows in total have been read and tokenized."""
+        """Report that `rows` rows have been read and tokenized so far."""
 
     def advance(self, sequences: int, tokens: int) -> None:
         """Report that `sequences` more sequences are done, for which the engine computed `tokens` tokens."""
@@ -40,7 +40,7 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that update a progress bar for sequences, and record the rows that were left out.
+    """Callbacks that show finished sequences in a progress bar and record the rows that were left out.
 
     Args:
         bar: the progress bar.
@@ -76,7 +76,7 @@ class ProgressBar(ProgressCallbacks):
 
 @contextmanager
 def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
-    """Show a progress bar during the block.
+    """Show a progress bar while the block runs.
 
     Args:
         label: the text in front of the bar, such as "scoring".

@@ -20,7 +20,7 @@ COMMIT_SECONDS = 30.0
 
 
 class Committer:
-    """An object that commits values to one table.
+    """Commits values to one table.
 
     Args:
         table: table for the values.
@@ -41,9 +41,9 @@ class Committer:
         """Append values to the table and return the number of the snapshot that contains them.
 
         Args:
-            keys: array of the keys of the whole sequences (binary).
+            keys: binary array of the sequences' keys, which are computed before truncation.
             sequences: the sequences, truncated in the same way as for scoring.
-            completion_lens: array of the number of tokens in each whole completion.
+            completion_lens: array of the lengths of the whole completions, in tokens.
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.
 

@@ -63,7 +63,7 @@ class LocalScorer:
         return self._computing is None or self._computing.is_starved()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """See Scorer.score. This method returns when the misses are queued for the engine."""
+        """See Scorer.score. This method returns as soon as the misses are queued for the engine."""
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
@@ -128,7 +128,7 @@ class LocalScorer:
             callbacks: callbacks for outcomes; they are called in this thread.
             patience: seconds to wait for the first event; None for no limit.
 
-        Raises the error that ended the pipeline.
+        Raises the error that stopped the pipeline.
         """
         while True:
             try:

@@ -14,7 +14,7 @@ class Miss:
     """A sequence that the store lacks, and the rows that need it.
 
     Attributes:
-        key: key of the whole sequence.
+        key: key of the sequence, computed before truncation.
         sequence: the sequence as it is scored; its completion may be truncated.
         completion_len: number of tokens in the whole completion.
         rows: numbers of the rows that need the sequence. Rows may be added until the outcome of the miss is reported.
@@ -44,7 +44,7 @@ class Work:
     """The time and operations that scoring took.
 
     Attributes:
-        seconds: number of seconds during which an engine was computing.
+        seconds: number of seconds during which at least one engine was computing.
         operations: operation counts of the scored sequences.
         peak: rate at which all devices together multiply matrices, in operations per second; None if nothing was computed or an
             engine cannot measure its rate.
@@ -98,7 +98,10 @@ class Scorer(Protocol):
         """Wait until the outcomes of all misses are reported. Raises the same errors as `score`."""
 
     def stop(self) -> None:
-        """Stop scoring, and return when computed values are committed. No further outcomes are reported."""
+        """Stop scoring, and return when the values that are already computed are committed.
+
+        No further outcomes are reported.
+        """
 
     def work(self) -> Work:
         """Return the time and operations that scoring took."""

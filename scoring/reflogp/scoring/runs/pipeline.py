@@ -3,7 +3,7 @@
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
 
-As a result, the device does not wait for the tokenizer or for commits.
+Because of the threads and queues, the device does not wait for the tokenizer or for commits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Committed:
 class Ended:
     """The last event.
 
-    `error` is the error that ended the engine or the commits, or None. Computed values are lost only if a commit failed.
+    `error` is the error that stopped the engine or the commits, or None. Computed values are lost only if a commit failed.
     """
 
     error: BaseException | None
@@ -74,10 +74,10 @@ Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
-    """Two threads: one computes values and the other commits them, until `finish` or `stop` is called.
+    """Computes values in one thread and commits them in another, until `finish` or `stop` is called.
 
     Args:
-        engine: the engine, whose `flow` runs in a single thread of the pipeline.
+        engine: the engine; its `flow` runs in one thread of the pipeline.
         table: table for the values.
         provenance: provenance of the values.
         tell: function that is called with each event, in a thread of the pipeline.
@@ -135,7 +135,7 @@ class ScoringPipeline:
         self._groups.close()
 
     def stop(self) -> None:
-        """Start no further pass, and return when computed values are committed.
+        """Start no further pass, and return when the values that are already computed are committed.
 
         This method waits at most 20 seconds for the current pass, because a vLLM pass may take minutes.
         """
@@ -186,7 +186,10 @@ class ScoringPipeline:
         return landed
 
     def _commit_passes(self) -> None:
-        """Commit values until the engine has ended. If a commit fails, commit nothing more and wait for the engine to end."""
+        """Commit values until the engine has stopped.
+
+        If a commit fails, commit nothing more and wait for the engine to stop.
+        """
         error: BaseException | None = None
         is_failed = False
         while True:
@@ -280,7 +283,7 @@ class _Groups(Iterator[list[Sequence]]):
         self._changed = threading.Condition()
 
     def put(self, group: _Group) -> bool:
-        """Queue a group; return False if there is no room."""
+        """Add a group to the queue; return False if the queue is full."""
         with self._changed:
             if len(self._waiting) >= _GROUPS:
                 return False

@@ -23,7 +23,7 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items in the queue. One more item may be in production at the same time.
+        depth: maximum number of finished items in the queue. While the queue is full, the thread produces one more item.
         name: name of the thread.
     """
 
@@ -62,7 +62,7 @@ class Prefetch(Generic[T]):
             yield made[0]
 
     def close(self) -> None:
-        """Stop producing items, and wait a few seconds for the thread to end."""
+        """Stop producing items, and wait a few seconds for the thread to exit."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
 

@@ -50,8 +50,8 @@ class ScoreSummary:
         bad_rows: number of rows that have no values after the run.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
-        empty_prompts: number of rows without a prompt. The first completion token of such a row is context and has no value, as
-            in TRL's loss.
+        empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
+            value, as in TRL's loss.
         sequences: number of sequences in usable rows.
         hits: number of sequences that were in the store before the run.
         duplicates: number of sequences that occurred earlier in the same run.
@@ -100,7 +100,7 @@ class ScoreSummary:
         return short_repr("ScoreSummary", *self.lines(), f"{counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
 
     def lines(self) -> list[str]:
-        """Return lines of text about the run: counts, rates if anything was computed, and the store's snapshot."""
+        """Describe the run in a few lines of text: counts, rates if anything was computed, and the store's snapshot."""
         counts = (
             f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
             + (f", {self.duplicates:,} duplicates" if self.duplicates else "")
@@ -145,7 +145,7 @@ def score_dataset(
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
 
     Returns:
-        The counts and rates of the run. If KeyboardInterrupt or an engine error ends the run, committed values stay in the
+        The counts and rates of the run. If KeyboardInterrupt or an engine error stops the run, committed values stay in the
         store.
 
     Raises:
@@ -214,7 +214,10 @@ class _Window:
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
-    """Yield the windows of a dataset together with their stored values in a snapshot. This generator runs in its own thread."""
+    """Yield the windows of a dataset, each with the values that a snapshot has for its rows.
+
+    This generator runs in its own thread.
+    """
     rows_in_all: int | None = None
     for window in dataset:
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
@@ -239,7 +242,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
 
 
 class _Run:
-    """The state of one scoring run: its counts, and the misses that have no values yet.
+    """The counts of one scoring run, and the misses that have no values yet.
 
     The scorer reports outcomes to this object; see OutcomeCallbacks.
     """
@@ -406,7 +409,7 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return the data that an engine needs about each row's images, or an empty list for text-only rows."""
+    """Return each row's images in the form that engines accept, or an empty list for text-only rows."""
     vision = rows.vision
     if vision is None:
         return []

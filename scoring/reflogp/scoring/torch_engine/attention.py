@@ -1,4 +1,4 @@
-"""Choose a kernel and compute attention over packs (packing.py), so that each token attends only to its own sequence.
+"""Compute attention over packs (packing.py) with the fastest suitable kernel; each token attends only to its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
 Packed attention supports scaling, sliding windows, soft caps and attention sinks.
@@ -40,7 +40,7 @@ _BOTH_WAYS = "images whose tokens attend to each other in both directions are no
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs a feature that packed attention does not support. The engine falls back to padded batches."""
+    """A layer needs a feature that packed attention does not support; the engine falls back to padded batches."""
 
 
 class KernelFailedError(RuntimeError):
@@ -132,7 +132,7 @@ class PackLayout:
         """Return the arguments that a variable-length kernel needs.
 
         Returns:
-            Five values: the indices of all keys in the pack (None if no branch shares tokens), cu_seqlens of the queries,
+            A tuple: the indices of all keys in the pack (None if no branch shares tokens), cu_seqlens of the queries,
             cu_seqlens of the keys, the maximum number of queries per branch, and the maximum number of keys per branch.
         """
 
@@ -145,12 +145,12 @@ class PackLayout:
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments that the CPU kernel needs.
+        """Return the arguments `spans` and `paths` of the CPU kernel (`cpu_attention.attend`).
 
         Returns:
-            Two int64 tensors. The first, of shape (branches, 3), contains the start, the stop and the number of shared keys of
-            each branch. The second contains the indices of each branch's keys in the pack, concatenated in the order of the
-            branches.
+            Two int64 tensors. The first tensor, shape (branches, 3), contains the start, the stop and the number of shared keys
+            of each branch. The second tensor contains the indices of each branch's keys in the pack, concatenated in the order
+            of the branches.
         """
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
@@ -225,7 +225,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one layer's attention. The tensors have the shapes that `packed_attention` describes.
+    """The arguments for computing one layer's attention. The tensors have the shapes that `packed_attention` describes.
 
     `both_ways` is True if the tokens of an image attend to each other in both directions.
     """
@@ -252,7 +252,9 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute one layer's attention over the current pack; transformers passes all arguments after the mask by keyword.
+    """Compute one layer's attention over the current pack.
+
+    When transformers calls this function, it passes all arguments after `attention_mask` by keyword.
 
     Args:
         query: queries, shape (1, heads, tokens, head size).
@@ -262,7 +264,7 @@ def packed_attention(
         sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains the attention sinks of gpt-oss: for each
-            head, one more logit, which is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
+            head, an extra logit that is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
             raises UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
 
     Returns:
@@ -322,7 +324,7 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention with one call per branch; supports all devices, dtypes, soft caps and sinks."""
+    """Compute attention one branch at a time, on any device and in any dtype, with or without a soft cap and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -363,7 +365,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute attention with a soft cap or sinks by its formula, softmax(cap(q·k)) v.
+    """Compute attention with a soft cap or sinks directly from its formula, softmax(cap(q·k)) v.
 
     The computation is in float32, one block of queries at a time. The result has the dtype of the queries.
     """
@@ -395,7 +397,7 @@ def _scores_by_hand(
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call the kernel of torch.nn.attention.varlen with a causal mask aligned to each branch's last token.
 
-    For grouped heads, versions of torch after 2.11 require the argument `enable_gqa`. torch 2.11 does not have this argument
+    Versions of torch after 2.11 require the argument `enable_gqa` for grouped heads. Version 2.11 does not have this argument
     and accepts grouped heads without it.
     """
     attend = _torch_varlen()
@@ -407,7 +409,7 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call FlashAttention 2's variable-length kernel, which supports soft caps.
 
-    Since version 2.1, the kernel aligns its causal mask to the last query and the last key of each branch.
+    Since version 2.1, the kernel's causal mask aligns the last query of each branch with the branch's last key.
     """
     return _by_flash(_flash_varlen(), layout, call)
 
@@ -433,7 +435,7 @@ def _flash_window(call: Call) -> tuple[int, int]:
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with all arguments in `wanted` that the installed version of the kernel accepts.
+    """Call a variable-length kernel with those arguments in `wanted` that its installed version accepts.
 
     Raises:
         UnsupportedAttentionError: the installed version does not accept an argument that `needed` lists.
@@ -454,7 +456,10 @@ def _by_varlen(
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlexAttention, which supports soft caps and sinks. The mask follows the pack's tree, so no keys are copied."""
+    """Call FlexAttention, which supports soft caps and sinks.
+
+    The mask describes which tokens the branches share, so shared keys are not copied for each branch.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
     query = call.query
@@ -488,7 +493,7 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """List the key blocks that each query block reads, in FlexAttention's format.
 
     The first tensor, shape (1, 1, n), contains the number of key blocks for each query block. Each row of the second tensor,
-    shape (1, 1, n, n), begins with their indices.
+    shape (1, 1, n, n), begins with the indices of these key blocks.
     """
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
@@ -556,7 +561,7 @@ def _torch_varlen_problem(call: Call) -> str | None:
 
 
 class _Kernel(NamedTuple):
-    """An attention kernel, and two functions that say when it can be used.
+    """An attention kernel, with two functions that tell whether it can be used.
 
     `is_installed()` tells whether the kernel is available on this machine. `problem(call)` returns why the kernel cannot
     compute a layer, or None if it can.
@@ -597,11 +602,11 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """Compile a function so that it accepts tensors of any size.
 
-    For tensors with a dimension of size 1, torch compiles a separate version.
+    Tensors with a dimension of size 1 still get a separate compiled version.
 
     Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
     a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would become a CPU tensor, and
-    FlexAttention's CUDA template would use this tensor as if it were a pointer.
+    FlexAttention's CUDA template would treat this tensor as a pointer.
     """
     compiled = torch.compile(function, dynamic=True, backend=backend)
     configs: tuple[Any, Any] = (fx_config, dynamo_config)

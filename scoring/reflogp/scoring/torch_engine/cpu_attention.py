@@ -1,7 +1,8 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-On CPUs with bfloat16 instructions, torch's own attention kernel does only a tenth as many operations per second as the matrix
-products before and after it. With torch's kernel, attention would take a third to two thirds of the time of a forward pass.
+On CPUs with bfloat16 instructions, torch's own attention kernel performs only a tenth as many operations per second as the
+matrix products before and after it. With torch's kernel, attention would take a third to two thirds of the time of a forward
+pass.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def attend(
         key: keys, bfloat16 (key heads, tokens, head size).
         value: values, bfloat16 (key heads, tokens, value size).
         spans: int64 (branches, 3): for each branch, the index of its first token, the index after its last token, and the
-            number of keys before its first token.
+            number of keys that precede its first token on its path.
         paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
         scale: factor applied to the attention scores.
         window: number of keys that a query attends to, including its own; None for all keys.

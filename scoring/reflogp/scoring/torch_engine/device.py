@@ -44,7 +44,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A mark in a device's stream. The mark has passed once all work that was launched before it is finished.
+    """A marker in a device's stream; it has passed once all work that was launched before it is finished.
 
     On a CPU, a mark has always passed.
     """
@@ -90,10 +90,10 @@ Result = TypeVar("Result")
 
 
 def run_in_own_thread(function: Callable[[], Result]) -> Result:
-    """Call a function in a new thread that ends after the call; return the function's result or raise its error.
+    """Call a function in a new thread that exits after the call; return the function's result or raise its error.
 
     libgomp gives each thread that runs a parallel operation its own pool of worker threads, and keeps the pool until that
-    thread ends. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
+    thread exits. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
     instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). On two cores, a model that was loaded in one thread and run in
     another reached only 65% of its normal speed. If the caller is interrupted, the function keeps running in its thread.
     """

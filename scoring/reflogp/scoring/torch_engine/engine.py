@@ -174,7 +174,8 @@ class TorchEngine:
             sequences: sequences that this model can score (see `problems`).
             skip: indices of sequences to skip.
             temperature: the logits are divided by this number.
-            before: function to call before each pass is launched, with the indices of the pass's sequences.
+            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
+                sequences.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -184,7 +185,7 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups of sequences as they arrive; yield the outcomes of each pass as passes finish.
+        """Score groups of sequences as they arrive; yield the outcomes of each pass when it finishes.
 
         Each pass is prepared and uploaded while the previous pass is computed, even if the two passes belong to different
         groups. The values of a pass are copied to the host while the next pass runs. Between two yields, the caller may use the
@@ -197,7 +198,8 @@ class TorchEngine:
                 the engine gets an empty group, it finishes and yields the pass in flight, or yields an empty list if no pass is
                 in flight.
             temperature: the logits are divided by this number.
-            before: function to call before each pass is launched, with the numbers of the pass's sequences (see Yields).
+            before: function that is called before each pass is launched; its argument is a list of the numbers of the pass's
+                sequences (see Yields).
 
         Yields:
             For each pass, a list of (number, outcome). Sequences are numbered from 0 across all groups. The outcome is
@@ -306,11 +308,11 @@ class TorchEngine:
             self.token_budget = min(2 * self.token_budget, self._first_budget)
 
     def operations(self) -> Operations:
-        """Return the operation counts of all passes whose values have arrived, not counting the self-check."""
+        """Return the operation counts of all finished passes, not counting the self-check."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate in the model's dtype, in operations per second, or None if memory runs out.
+        """Return the device's peak matrix product rate in the model's dtype, in operations per second; None if memory runs out.
 
         The rate is measured with products of random matrices, once for each device and dtype.
         """
@@ -346,7 +348,7 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """Wait for a pass, return its outcomes, and remove its sequences from `waiting`, the sequences without an outcome."""
+        """Wait for a pass and return its outcomes; remove its sequences from `waiting` (the sequences without an outcome)."""
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
@@ -359,7 +361,7 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Return the maximum number of tokens that a pass may have at the moment."""
+        """Return the current maximum number of tokens in a pass."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))

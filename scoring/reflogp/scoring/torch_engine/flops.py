@@ -1,7 +1,7 @@
 """Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) divides the rate of the operations that the values depend
-on by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a data sheet.
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the rate of the operations that the values depend on,
+divided by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class ForwardFlops:
     """Counts the operations of a model's forward passes, two per multiply-add.
 
     Each weight matrix of the decoder is counted once per token (an expert's weights only for the expert's share of the tokens).
-    Attention is counted for each pair of a token and a token that it attends to, and the output embedding for each predicted
-    token. For layers with other types of attention (linear, sparse), only the weights are counted, so the result is never too
-    high.
+    Attention is counted once per query-key pair, and the output embedding once per predicted token. For layers with other types
+    of attention (linear, sparse), only the weights are counted, so the result is never too high.
     """
 
     def __init__(self, model: Any) -> None:
@@ -60,7 +59,7 @@ class ForwardFlops:
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operation counts of a pack of some of `sequences`; shared tokens are computed and counted once."""
+        """Return the operation counts of a pack that contains some of `sequences`; shared tokens are counted once."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])
@@ -69,13 +68,13 @@ class ForwardFlops:
     def padded(self, batch: list[Sequence]) -> Operations:
         """Return the operation counts of a padded batch, in which no tokens are shared.
 
-        Tokens that are hidden by a sequence's own mask are counted too.
+        Tokens that a sequence's attention mask hides are counted too.
         """
         plain = self.plain(batch)
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the number of operations for paths of these lengths, without the first `before` tokens of each path."""
+        """Return the number of operations for paths of these lengths, not counting the first `before` tokens of each path."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 

@@ -21,10 +21,10 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Unit:
-    """A forward pass to run: its input, and where each sequence's values are in the output.
+    """A forward pass to run: its input, and the indices of each sequence's values in its output.
 
     Attributes:
-        work: the input: a pack, or the sequences of a padded batch.
+        work: the input, which is a pack or the sequences of a padded batch.
         members: for each sequence, its index and the indices of its values in the output of the pass.
         tokens: number of tokens in the pass, including padding.
         operations: number of floating-point operations in the pass.

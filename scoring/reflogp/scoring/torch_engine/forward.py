@@ -1,8 +1,8 @@
 """Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
 The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
-compilation, each of these operations reads and writes whole activations several times. On a CPU, all of them together then take
-half as long as the matrix products. Whatever the architecture, only one decoder layer is compiled, and all layers run the
+compilation, each of these operations would read and write whole activations several times. On a CPU, all of them together would
+take half as long as the matrix products. For every architecture, only one decoder layer is compiled, and all layers run the
 compiled code ("regional compilation").
 """
 
@@ -60,7 +60,7 @@ def uncompile_layers(model: Any) -> None:
 
 @cache
 def compiled_log_sum_exp() -> Any:
-    """Return a version of `head.log_sum_exp` that is compiled and therefore reads the logits once instead of five times."""
+    """Return a compiled version of `head.log_sum_exp`, which reads the logits once instead of five times."""
 
     def whole(product: torch.Tensor, logits: Any, scale: float) -> torch.Tensor:
         return torch.logsumexp(logits(product.float()) * scale, 1)
@@ -81,7 +81,9 @@ def forward_pack(
     refused: Collection[str] = (),
     inputs: DecoderInputs | None = None,
 ) -> torch.Tensor:
-    """Return the log-probs of the tokens in `pack.predicted`, float32 (predictions,) on the device. Requires packed attention.
+    """Return the log-probs of the tokens in `pack.predicted`, float32 (predictions,) on the device.
+
+    The model must be set to packed attention.
 
     Args:
         refused: names of attention kernels that must not be used.
@@ -118,7 +120,7 @@ def forward_padded(
     """Return the log-probs of all completion tokens in a batch, concatenated, float32 (tokens,) on the device.
 
     The batch is padded on the right. If a sequence has an attention mask, the mask is used, and the padding that the sequence
-    already contains stays in place. Either all sequences must have images, or none of them.
+    already contains stays in place. The sequences must either all have images or all be text-only.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -144,7 +146,7 @@ def forward_padded(
 
 @contextmanager
 def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
-    """Make the model use an attention implementation, given by its name in transformers, while the block runs."""
+    """Switch the model to the attention implementation that has this name in transformers, while the block runs."""
     before = model.config._attn_implementation
     if implementation != before:
         model.set_attn_implementation(implementation)
@@ -156,7 +158,7 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Yield batches of sequence indices, longest sequences first, whose padded size is within the token budget.
+    """Yield batches of sequence indices, longest sequences first; each batch's padded size is within the token budget.
 
     A sequence longer than the budget gets a batch of its own.
     """

@@ -47,10 +47,10 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    If the head is a matrix product, with or without a scale and a soft cap, this class computes the product itself, and the
-    logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest single source of
-    error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own forward is
-    called with the given hidden states, so no architecture-specific code is needed.
+    If the head is a matrix product, with or without a scale and a soft cap, this class computes the product itself, and
+    computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest single
+    source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
+    forward is called with the given hidden states, so no architecture-specific code is needed.
 
     Under autocast, the target token's rounded logit is used, because the log-probs are compared with those of a training run
     that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the
@@ -59,11 +59,11 @@ class Head:
     Args:
         model: a causal language model.
         float32: whether to compute the products in float32, whatever the model's dtype is.
-        autocast: dtype of the torch.autocast that the model runs under; None if it runs without autocast.
+        autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
     Attributes:
-        logits: the function that turns the head's matrix product into logits; None if no tried combination of scale and soft
-            cap reproduces the model's own logits.
+        logits: the function that turns the head's matrix product into logits; None if none of the tried combinations of scale
+            and soft cap reproduces the model's own logits.
         log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
             of it.
     """
@@ -81,7 +81,7 @@ class Head:
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Return the log-probs of target tokens at the given positions.
+        """Return the log-probs of target tokens, given the hidden states that predict them.
 
         Args:
             states: the last layer's hidden states, shape (positions, hidden size), in the model's dtype.
@@ -128,10 +128,10 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-sum-exp of all logits, and the target's logit, rounded to the product's dtype; both float32 (n,).
+        """Return the log-sum-exp of all logits, and the target's logit, computed from the rounded product; both float32 (n,).
 
-        The outer loop is over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at most
-        once.
+        The outer loop iterates over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at
+        most once.
         """
         assert self.logits is not None
         # Mamba keeps its residual stream in float32, so its hidden states are float32 too.
@@ -162,9 +162,9 @@ class Head:
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
-        """Return the first known form of the logits that agrees with the model's own forward, or None.
+        """Return the first combination of scale and soft cap that reproduces the model's own logits, or None.
 
-        The forms are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
+        The combinations are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
         """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
@@ -187,7 +187,7 @@ class Head:
         return None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the model's own forward with a backbone that returns `hidden`; return the logits."""
+        """Return the logits that the model's own forward computes if its backbone returns `hidden`."""
         name = self._model.base_model_prefix
         backbone = self._model._modules[name]
         self._model._modules[name] = _Answer(hidden[None], backbone)
@@ -244,7 +244,7 @@ def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Te
 
 
 class _Answer(torch.nn.Module):
-    """A stand-in for a backbone: returns the given hidden states, and takes all other attributes from the backbone."""
+    """A stand-in for a backbone: it returns the given hidden states, and looks up all other attributes on the backbone."""
 
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Answer(torch.nn.Module):
 
 
 class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A backbone's output with hidden states only; all other fields are None, because some models' heads read them."""
+    """A backbone's output with hidden states only; all other fields, which some models' heads read, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

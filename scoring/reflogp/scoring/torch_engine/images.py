@@ -1,12 +1,12 @@
 """Build a vision-language model's inputs: pixels for a padded batch, or the text decoder's inputs for a pack.
 
-For a pack, the vision tower runs once for each distinct image. The image features are taken from the arguments that the model
-passes to its text decoder, including features that the decoder adds after its first layers (DeepStack,
-arxiv.org/abs/2406.04334). Some models (Qwen-VL) use position ids with several components (time, height, width). The model's own
-function computes them for each sequence.
+For a pack, the vision tower runs once for each distinct image. The image features are read from the arguments that the model
+passes to its text decoder. They include the features that some decoders add after their first layers (DeepStack,
+arxiv.org/abs/2406.04334). Some models (Qwen-VL) use position ids with several components (time, height, width); the model's own
+function computes these ids for each sequence.
 
-Before sequences with images are packed, `layout_of` checks on the first of them that packing changes neither the tokens'
-positions nor which tokens each token attends to.
+Before sequences with images are packed, `layout_of` checks the first of them, to ensure that packing changes neither the
+tokens' positions nor the tokens that each token attends to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TooManyPixelsError(Exception):
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return a model's inputs for these images, on the host, and the names of the model's token-type inputs.
+    """Return a model's inputs for these images, on the host, and the names of the processor's token-type outputs.
 
     Args:
         images: the images of one or more sequences; all must have the same processor.
@@ -78,7 +78,7 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return 1 for each image token and 0 for each other token, as processors do, shape (n,).
+    """Return an array of shape (n,) with 1 for image tokens and 0 for all other tokens, as processors do.
 
     `ids` are the token ids that the model gets (see `Sequence.model_ids`).
     """
@@ -94,8 +94,8 @@ class DecoderInputs:
             tokens.
         positions: the model's own positions if they have several components, int64 (components, tokens); None otherwise.
         image_places: True for image tokens, bool (tokens,).
-        deep: features that some decoders add to the hidden states of image tokens, one tensor of shape (image tokens, hidden
-            size) for each of the decoder's first layers, added after that layer; empty for most models.
+        deep: features that some decoders add to the hidden states of image tokens after each of their first layers: one tensor
+            of shape (image tokens, hidden size) per layer. Empty for most models.
         both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
@@ -122,7 +122,7 @@ class _Features:
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
         deep: features that the decoder adds after its first layers (see `DecoderInputs`).
-        grids: tensors on the host to pass to the model's function that computes positions.
+        grids: tensors on the host that are passed to the model's own function for positions.
     """
 
     embeddings: torch.Tensor
@@ -172,7 +172,7 @@ class ImageFeatures:
     def close(self) -> None:
         """Release all features and the model.
 
-        Otherwise, they would stay in memory, because a stream that was stopped early still refers to this object.
+        Otherwise, they would stay in memory as long as a stream that was stopped early refers to this object.
         """
         self.clear()
         self._model = None
@@ -290,8 +290,8 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
         positions: the positions that the sequence's tokens have in a pack, shape (components, tokens).
 
     Returns:
-        Whether the tokens of an image attend to each other in both directions, and a description of what a pack cannot provide,
-        or None.
+        A tuple: whether the tokens of an image attend to each other in both directions, and a description of what a pack cannot
+        provide (None if it can provide everything).
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
@@ -310,7 +310,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
-    """Return True if `masks` let each token attend to the same tokens as a pack does.
+    """Return True if each token attends to the same tokens under `masks` as in a pack.
 
     `masks` is None for a causal mask, a tensor, or a dictionary from layer type to mask.
     """

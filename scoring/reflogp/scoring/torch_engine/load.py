@@ -31,7 +31,7 @@ class LoadedModel:
     Attributes:
         model: transformers model in evaluation mode on `device`; its parameters have no gradients.
         dtype: dtype of the weights.
-        autocast: dtype that torch.autocast casts the operands of matrix products to; None for no autocast.
+        autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
         vocab_size: number of rows of the output embedding; token ids must be smaller.
         max_positions: maximum number of positions according to the config; None if the config sets no limit.
         rope_limit: for models with "longrope" or "dynamic" RoPE scaling, the length above which a sequence changes the rotary
@@ -53,12 +53,12 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """The model's dtype as a reference names it, such as "bfloat16" or "bfloat16-autocast"."""
+        """The name of the model's dtype, spelled as in a reference, such as "bfloat16" or "bfloat16-autocast"."""
         name = str(self.product_dtype).removeprefix("torch.")
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: torch.autocast as accelerate sets it up, or autocast turned off."""
+        """Return a context manager for a forward pass that turns autocast on, with the same settings as accelerate, or off."""
         return autocasting(self.device, self.autocast)
 
 
@@ -177,7 +177,7 @@ def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote
 
 
 def in_memory(model: Any) -> LoadedModel:
-    """Prepare a transformers causal language model that is already in memory for scoring.
+    """Prepare for scoring a transformers causal language model that is already in memory.
 
     This function switches the model to evaluation mode and turns off gradients for its parameters. All parameters must be on
     the same device and have the same dtype.
@@ -247,7 +247,7 @@ def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
 
 
 def _take_out_of_files(model: Any) -> None:
-    """Copy the weights into their own memory, because a quantized checkpoint's weights may be mapped from its files."""
+    """Copy the weights into newly allocated memory, because a quantized checkpoint's weights may be memory-mapped files."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
@@ -292,7 +292,7 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _text_config(config: Any) -> Any:
-    """Return the text model's part of a config, with the quantization settings of the whole checkpoint."""
+    """Return the text model's part of a config, with the checkpoint's quantization settings added to it."""
     text = config.get_text_config()
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -301,6 +301,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Return True if `model_class`, which an auto class of transformers chose, takes only the text part of `config`."""
+    """Return True if `model_class` is built from the text part of `config`, not from the whole config."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

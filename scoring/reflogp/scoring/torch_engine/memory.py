@@ -1,7 +1,7 @@
-"""Plan how a model uses device memory, and recognize out-of-memory errors.
+"""Estimate how much device memory a model needs, and recognize out-of-memory errors.
 
-The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The token budget, the
-number of tokens that fit into a forward pass, can only be estimated, so the engine halves the budget when memory runs out.
+The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The token budget (the
+number of tokens that fit into a forward pass) can only be estimated, so the engine halves it when memory runs out.
 Out-of-memory errors from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
 """
 
@@ -39,7 +39,7 @@ _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 
 
 def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Return a token budget that suits the memory that is free now."""
+    """Return a token budget, based on the memory that is free now."""
     fits = int(_SHARE * free_bytes(device) / _bytes_per_token(model.config, dtype))
     enough = _ENOUGH_TOKENS_CUDA
     if device.type == "cpu":
@@ -75,7 +75,7 @@ def free_bytes(device: torch.device) -> int:
 
     For a CPU, this is the free memory of the machine or container.
 
-    CUDA memory that torch has reserved but does not use counts as free, and so does the machine's page cache.
+    Memory of the page cache counts as free, and so does CUDA memory that torch has reserved but does not use.
     """
     if device.type != "cuda":
         return free_memory()
@@ -108,7 +108,8 @@ def require_room(
         config: the checkpoint's transformers config.
         dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
         device: the model's device.
-        parameters: number of the model's parameters, or None if unknown. The files may contain more weights than are loaded.
+        parameters: number of the model's parameters, or None if unknown. It can be smaller than the number of weights in the
+            files, because some of them may not be loaded.
         alone: whether to compare with the device's total memory, as if nothing else used it, instead of with the memory that is
             free now.
 

@@ -4,8 +4,8 @@ The functions in this module turn token ids into index arrays and need neither a
 
 Sequences are sorted by their tokens, so that sequences with a common prefix are adjacent. Such a prefix can be a prompt, the
 earlier turns of a dialogue, or the beginning of a completion. Each sequence adds to the pack only the tokens after the prefix
-that it shares with the previous sequence. The added tokens are the sequence's branch. All tokens of the sequence in the pack,
-shared and added, are its path. The tokens of a branch attend only to tokens of the path.
+that it shares with the previous sequence. The added tokens are the sequence's branch. The sequence's path consists of all its
+tokens in the pack, both shared and added. The tokens of a branch attend only to tokens of the path.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Branch:
 
     Attributes:
         start, stop: the added tokens have the indices start … stop - 1 in the pack.
-        path: indices in the pack of all tokens of the sequence, in order, int64 (length,). The indices of the added tokens come
-            last; all other tokens of the path are shared with earlier branches.
+        path: the indices that all tokens of the sequence have in the pack, in order, int64 (length,). The indices of the added
+            tokens come last; all other tokens of the path are shared with earlier branches.
         sequence: index of the sequence in the list that was packed.
     """
 
@@ -52,7 +52,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Pack:
-    """One row of tokens for one forward pass.
+    """Sequences that are packed into one row of tokens, for one forward pass.
 
     Attributes:
         token_ids: the tokens' ids, int64 (tokens,).
@@ -60,7 +60,7 @@ class Pack:
         branches: the branches, in the order of their tokens in the pack; each token belongs to exactly one branch.
         predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
         parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
-        members: for each sequence, its index, and the indices in `predicted` of its completion tokens.
+        members: for each sequence, its index, and the indices that its completion tokens have in `predicted`.
     """
 
     token_ids: Int64s
@@ -195,7 +195,7 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 def _common_prefix(left: Int64s, right: Int64s) -> int:
     """Return the length of the prefix that two sequences share.
 
-    Images that follow each other without text in between are either all part of the prefix, or none of them is.
+    The prefix contains either all or none of a run of images that have no text between them.
     """
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]

@@ -44,8 +44,8 @@ class SelfCheck:
         difference: root mean square difference between the log-probs of that path and those of a plain, unpadded pass, in nats
             per token.
         tolerance: largest allowed `difference`, in nats per token.
-        rejected: for each path or attention kernel that is not used, its name and the reason, as a dict; the name "compiled"
-            stands for compiled layers.
+        rejected: dict from the name of each unused path or attention kernel to the reason why it is not used; the name
+            "compiled" stands for compiled layers.
         kernels: names of the attention kernels that the check used; every pack uses the same kernels.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
@@ -92,7 +92,9 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Score sequences with images both packed and one at a time, and choose their path; warn if it is the padded path.
+    """Choose the path for sequences with images by scoring a few of them; warn if it is the padded path.
+
+    The sequences are scored both packed and one at a time.
 
     Sequences with images are packed only if the model gives its decoder the same positions and the same mask as a pack does,
     and the values agree. Comparing the values alone is not enough: in bfloat16, values of a few tokens may agree by chance.
@@ -161,7 +163,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
     Args:
         head: the model's output layer.
         loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and need no check.
-        compile_layers: on the packed path, also try compiled layers, and warn if they fail or their values differ.
+        compile_layers: whether to also try compiled layers on the packed path. This issues a warning if the layers fail or
+            their values differ.
         refused: names of attention kernels that must not be used.
 
     Out-of-memory errors are re-raised: the check scores so few tokens that no other path would need less memory.
@@ -244,7 +247,7 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
-    """Return the largest RMS difference, in nats per token, to allow between two correct computations of these log-probs."""
+    """Return the largest allowed RMS difference between two computations of these log-probs, in nats per token."""
     return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
 
 
@@ -299,10 +302,10 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 def _windowed_layers(config: Any) -> int:
     """Return how many layers do not attend to the whole context, according to the config.
 
-    The self-check compares this number with the number of layers that pass a window to packed attention. Comparing values would
-    not be enough: some layers have their window only in the mask, which packed attention replaces, and the sequences of the
-    self-check are shorter than most windows. Models with chunked attention (Llama 4) always fail this comparison, because their
-    layers do not pass a chunk size.
+    The self-check compares this number with the number of layers that pass a window to packed attention. Some layers have their
+    window only in the mask, which packed attention replaces. Comparing values would not reveal the lost window, because the
+    sequences of the self-check are shorter than most windows. Models with chunked attention (Llama 4) always fail the
+    comparison of the two numbers, because their layers do not pass a chunk size.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -328,7 +331,7 @@ def _recurrent_part(model: Any) -> str | None:
 def _packed(
     model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
 ) -> tuple[Any, PackLayout]:
-    """Score the sequences as one pack; return (values, the layout, which records the attention calls and kernels)."""
+    """Score the sequences as one pack; return their values, and the layout with its record of attention calls and kernels."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token, and in a pack, from sequence to sequence")

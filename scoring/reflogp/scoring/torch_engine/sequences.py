@@ -1,4 +1,6 @@
-"""Define the sequences that engines score and the operation counts of scoring. This module does not import torch.
+"""Define classes for the sequences that engines score and for the operation counts of scoring.
+
+This module does not import torch.
 
 A multiply-add counts as two floating-point operations.
 """
@@ -91,9 +93,9 @@ class Sequence:
         prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
         completion_ids: token ids of the completion, at least one.
         attention_mask: for a row of a padded batch, 0 for padding tokens and 1 for other tokens; None for a sequence without
-            padding. A row of a padded batch is scored with the model's own forward method, this mask and the model's default
-            position ids. Padding tokens in the row's completion get values too. If the model's positions are absolute, padding
-            on the left changes all values.
+            padding. Such a row is passed, with this mask, to the model's own forward method, which chooses the position ids.
+            Padding tokens in the row's completion get values too. If the model's positions are absolute, padding on the left
+            changes all values.
         images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
             reflogp.store.images).
 
@@ -162,8 +164,8 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
 
     Args:
         count: number of sequences.
-        problems: for each sequence that was not scored, its index and the reason, as a dict. Error messages among `outcomes`
-            are added to this dict.
+        problems: dict from the index of each sequence that was not scored to the reason. Error messages among `outcomes` are
+            added to this dict.
         outcomes: (index, outcome) for each of the other sequences, in any order.
 
     Raises:
@@ -193,9 +195,10 @@ def passes_over(
         sequences: sequences that the engine can score.
         skip: indices of sequences to skip.
         size: maximum number of sequences in a group.
-        before: function to call before the engine starts each pass, with the indices of the pass's sequences.
-        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function to call before each pass with the
-            numbers of the pass's sequences.
+        before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
+            sequences.
+        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function that it calls before each pass. The
+            argument of this function is a list of the numbers of the pass's sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -211,8 +214,8 @@ class Operations:
     Attributes:
         plain: operations if each sequence were scored in a forward pass of its own.
         computed: operations of the passes that ran, with shared tokens counted once. Only operations that affect a value are
-            counted. Operations for padding and for masked pairs of tokens, and passes that ran out of memory, are not counted,
-            so the device executed at least this many operations.
+            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted.
+            The device therefore executed at least this many operations.
     """
 
     plain: float = 0.0

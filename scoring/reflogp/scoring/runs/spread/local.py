@@ -1,4 +1,4 @@
-"""Run workers in processes on this machine, one per Place. The workers end with the run, even if the run is killed."""
+"""Run workers in processes on this machine, one per Place. The workers exit when the run ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine
 
 
 class LocalWorkers:
-    """A source of workers in processes on this machine, one per Place; see Workers.
+    """Starts workers in processes on this machine, one per Place; see Workers.
 
     Args:
         folder: folder of the model.
@@ -61,7 +61,7 @@ class LocalWorkers:
         return [self._begin(place) for place in free]
 
     def look(self, is_any_placed: bool) -> None:
-        """Do nothing, because a local worker is placed immediately. See Workers.look."""
+        """Do nothing, because a local worker's Place is known from the start. See Workers.look."""
 
     def _begin(self, place: Place) -> _LocalWorker:
         choice = asdict(replace(self._choice, device=place.device))
@@ -70,7 +70,7 @@ class LocalWorkers:
 
 
 class _LocalWorker:
-    """A ScoringWorker in its own process. Its Place becomes free when the process has ended."""
+    """A ScoringWorker in its own process. Its Place becomes free when the process has exited."""
 
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
         self._place = place
@@ -109,7 +109,7 @@ class _LocalWorker:
         return self._ask("stop")
 
     def end(self) -> None:
-        """See Worker.end. Waits for the process to end, so that its memory is free before the Place gets another worker."""
+        """See Worker.end. Waits for the process to exit, so that its memory is free before the Place gets another worker."""
         self._process.kill()
         self._process.join()
         self._free.append(self._place)

@@ -76,13 +76,16 @@ class Workers(Protocol):
     may_come: bool
 
     def open(self, table: LogprobTable) -> None:
-        """Set the table that workers commit values to. Called once, before any other method."""
+        """Set the table for the workers' values. This method is called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
         """Start more workers and return them; `have` is the number of workers that already exist."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Check whether workers can be started, and raise EngineError if none can. Called in each turn of the run's loop."""
+        """Check whether workers can be started, and raise EngineError if none can.
+
+        This method is called in each turn of the run's loop.
+        """
 
 
 @dataclass(eq=False)
@@ -90,10 +93,10 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: future of the worker's response to `place`; after that response, future of its response to `prepare`.
+        asked: future of the result of the worker's `place`; once that has arrived, future of the result of `prepare`.
         name: description of where the worker runs; empty until the worker is placed.
-        flying: units that were sent to the worker, oldest first, each with the future of its result and the time when it was
-            sent.
+        flying: units whose results have not arrived yet, oldest first; each with the future of its result and the time when it
+            was sent.
         landed_at: time when the worker's latest result arrived.
     """
 
@@ -117,9 +120,9 @@ class ParallelScorer:
 
     Args:
         workers: source of the workers.
-        own: scorer whose engine runs in this process and scores alongside the workers. If `own` is None, the run needs at least
+        own: scorer with an engine in this process, which scores alongside the workers. If `own` is None, the run needs at least
             one worker.
-        check: function that is called in each turn of the run's loop; may raise an error to stop the run.
+        check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
         commit_sequences: maximum number of sequences in a unit.
     """
 
@@ -153,7 +156,7 @@ class ParallelScorer:
 
     @property
     def batch(self) -> int:
-        """Number of misses to collect (see Scorer.batch): 1, or a large number if only this process's engine computes."""
+        """Number of misses to collect before calling `score`: 1, or `own.batch` if only this process's engine can compute."""
         return 1 if self._own is None or self._source.may_come else self._own.batch
 
     def open(self, table: LogprobTable) -> None:
@@ -301,8 +304,8 @@ class ParallelScorer:
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """Give this process's engine a unit if it is starved.
 
-        While workers accept units, units on which a worker died go only to workers, because a sequence that kills this process
-        would end the whole run.
+        As long as the run uses workers, a unit on which a worker died is sent only to workers. A sequence that kills this
+        process would stop the whole run.
         """
         if self._own is None or not self._own.is_starved():
             return
@@ -330,8 +333,7 @@ class ParallelScorer:
     def _may_have_more(self, member: _Member) -> bool:
         """Return True if a worker may get another unit now.
 
-        After a worker has died on a unit, the unit is sent only to an idle worker, which then gets no other unit until this
-        unit is scored.
+        A unit on which a worker died is sent only to an idle worker. This worker gets no other unit until the unit is scored.
         """
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
@@ -432,7 +434,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return the number of seconds for which a worker was ready between the first and the last unit."""
+        """Return how many seconds a worker was ready between the first unit and the latest result."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:

@@ -33,8 +33,8 @@ class Unit:
     """Misses that one worker scores and commits together.
 
     Attributes:
-        again: True if a worker that had the unit was lost, so that the store may already have some of the unit's sequences.
-        suspect: True if a worker died while it had the unit, so that a sequence of the unit may be the cause.
+        again: True if the unit is retried after the loss of a worker; the store may already have some of its sequences.
+        suspect: True if a worker died while it had the unit; a sequence of the unit may be the cause.
         deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
@@ -90,7 +90,7 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Return True if the next unit, or a unit that contained it, was the unit on which a worker died."""
+        """Return True if a worker died on the next unit, or on the larger unit from which it was split."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
@@ -158,14 +158,13 @@ def unit_size(left: int, workers: int, per_second: float | None, most: int) -> i
     """Return the number of sequences for the next unit.
 
     The number is a share of the remaining sequences, but at least as many as a worker scores in 2 seconds, and at most as many
-    as it scores in 30 seconds. It is also at most the remaining sequences divided by the number of workers, if this quotient is
-    at least 8.
+    as it scores in 30 seconds. It also never exceeds the number of remaining sequences per worker, unless that is less than 8.
 
     Args:
-        left: approximate number of sequences that no worker has yet.
+        left: approximate number of sequences that have not been sent to a worker yet.
         workers: number of workers that share these sequences.
         per_second: sequences that a worker scores per second; None before the first unit.
-        most: maximum number of sequences in one commit.
+        most: maximum number of sequences in a unit.
     """
     if per_second is None:
         return min(most, LEAST)

@@ -54,9 +54,9 @@ class Sent:
     """A decoded unit.
 
     Attributes:
-        keys: array of the keys of the whole sequences (binary).
+        keys: binary array of the sequences' keys, which are computed before truncation.
         sequences: the sequences to score.
-        completion_lens: array of the number of tokens in each whole completion.
+        completion_lens: array of the lengths of the whole completions, in tokens.
     """
 
     keys: pa.Array
@@ -93,7 +93,7 @@ class _SentPicture:
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
     """Encode misses for a worker.
 
-    Return the bytes, and a dict of the misses that were left out because an image cannot be read: miss -> reason.
+    Return the bytes, and a dict (miss -> reason) of the misses that were left out because an image cannot be read.
     """
     places: dict[bytes, int] = {}
     files: list[bytes] = []
@@ -135,8 +135,8 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """Decode the bytes that `encode` returned.
 
     Args:
-        find_vision: function that is called for a unit with images. It gets the folder and settings of the processor that the
-            run used, and returns a processor with these settings on this machine.
+        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's processor, and
+            returns a processor that has the same settings and was loaded on this machine.
     """
     reader = pa.BufferReader(content)
     table = pa.ipc.open_stream(reader).read_all()
@@ -218,10 +218,10 @@ _LOOK_SECONDS = 0.01
 
 
 class UnitScorer:
-    """An object that scores units. It accepts several units at a time, so that the engine does not wait for the next unit.
+    """Scores units. It accepts several units at a time, so that the engine does not wait for the next unit.
 
     Args:
-        engine: the engine, whose `flow` runs only in a thread of this object.
+        engine: the engine; its `flow` runs only in a thread of this object.
         table: table for the values.
         vision: the image processors of the engine's model.
 
@@ -289,11 +289,11 @@ class UnitScorer:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended scoring, or None."""
+        """The error that stopped scoring, or None."""
         return self._error
 
     def stop(self) -> None:
-        """Start no further pass, and return when computed values are committed."""
+        """Start no further pass, and return when the values that are already computed are committed."""
         self._computing.stop()
 
     def _happened(self, event: Event) -> None:
@@ -318,7 +318,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
 
     Args:
         now: the snapshot in which to look up the sequences.
-        keys: array of the keys of the whole sequences (binary).
+        keys: binary array of the sequences' keys, which are computed before truncation.
         sequences: the sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
@@ -345,10 +345,11 @@ class ScoringWorker:
     Args:
         model: folder or hub id of the model, resolved on this machine.
         revision: revision of the model, if `model` is a hub id.
-        reference: Reference.to_json of the model; `prepare` raises UsageError if the weights on this machine differ.
-        choice: fields of an EngineChoice.
+        reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on this
+            machine differ.
+        choice: fields of an EngineChoice, as a dict.
         store: URI of the store.
-        threads: number of CPU threads that torch uses, for an engine that computes on the CPU.
+        threads: number of torch's CPU threads; used only if the engine computes on the CPU.
     """
 
     def __init__(
