@@ -184,7 +184,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """A context manager that records every language model that runs a forward pass in the `with` block.
+    """A context manager that records which language models run a forward pass in the `with` block.
 
     It registers a forward pre-hook on all modules."""
 

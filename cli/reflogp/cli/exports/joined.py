@@ -35,7 +35,7 @@ class JoinedPairs:
         file: file that the pairs were read from.
         reference_id, reference_dtype, snapshot: the reference and snapshot that the values come from.
         max_length, truncation_mode: settings that the pairs were joined with.
-        chosen_logps, rejected_logps: finite sums over the completion's tokens in nats, float32 of shape (n,).
+        chosen_logps, rejected_logps: sum of each completion's log-probs, finite and in nats, float32 of shape (n,).
         chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 of shape (n,).
         own_columns: names of the columns that come from the dataset, not from the join; empty for a job's result.
     """

@@ -28,7 +28,7 @@ class RequestImages(NamedTuple):
 
     Attributes:
         digests: each image's `pixel_digest` (see reflogp.store.images).
-        counts: number of tokens for each image.
+        counts: number of image tokens of each image.
         files: each image as the bytes of an image file.
         token: id of the model's image token. The model gets this id wherever `Request.ids` contains an image id.
     """
