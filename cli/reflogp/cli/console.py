@@ -1,4 +1,4 @@
-"""Shared console code: exit codes, progress on stderr, and output of one JSON object as the last line of stdout."""
+"""Shared console code: exit codes, progress on stderr, and a JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WatchInterruptedError(ReflogpError):
 class SafeConsole(Console):
     """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Markup in text is not interpreted unless `markup=True` is given. In that case, pass untrusted names through rich's `escape`.
+    Markup in text is interpreted only if `markup=True` is given. Pass untrusted names in such text through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -111,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar that shows the rate and the time left. It also collects bad rows, and prints the first few of them."""
+    """A progress bar that shows the rate and the time left. `report` prints the first bad rows and notes."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -133,7 +133,7 @@ class Bar(ProgressCallbacks):
         self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
-        """Show how far the hashing is: `done` of `total` units, such as bytes of weight files."""
+        """Show that `done` of `total` units have been processed, such as bytes of weight files."""
         self._progress.update(self._task, completed=done, total=total)
 
     def line(self) -> str:
@@ -173,7 +173,7 @@ class _Rows:
 
 @contextmanager
 def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, print the result of `line` on stderr every 30 seconds. If stderr is a terminal, print nothing."""
+    """Unless stderr is a terminal, print the result of `line` on stderr every 30 seconds while the block runs."""
     if err.is_terminal:
         yield
         return

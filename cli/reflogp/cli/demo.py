@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data twice, train on the joined values and plot them, all without a network.
 
-The demo performs the same steps as a user would, in the same order.
+The demo performs the steps that a user would perform, in the same order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def demo(
 def shipped_data() -> Path:
     """Return the path of the example pairs.
 
-    In an installed wheel, they are next to the package. In a checkout, they are in examples/data."""
+    In an installed wheel, the pairs are in the package's folder examples_data. In a checkout, they are in examples/data."""
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():
@@ -184,7 +184,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """A context manager that records every language model that runs a forward pass in the `with` block.
+    """A context manager that records which language models run a forward pass in the `with` block.
 
     It registers a forward pre-hook on all modules."""
 

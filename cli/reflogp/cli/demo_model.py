@@ -1,6 +1,6 @@
 """Build a small reference model for the demo and for tests, without a network.
 
-The tokenizer is trained on the given texts. The model is a Llama with a few million parameters. It is trained briefly, so that
+The tokenizer is trained on the given texts. The model is a Llama with a few million parameters, trained just long enough that
 its log-probs are not random.
 """
 
@@ -21,7 +21,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> Any:
-    """Train a byte-level BPE tokenizer, with padding and EOS tokens and a chat template, and return it."""
+    """Train and return a byte-level BPE tokenizer with padding and EOS tokens and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +47,7 @@ def build_model(
     seed: int = 0,
     advance: Callable[[int, int], None] = lambda steps, tokens: None,
 ) -> int:
-    """Write a small model and its tokenizer into `folder`.
+    """Train a small model and its tokenizer on conversations, and save both in `folder`.
 
     Args:
         folder: folder for config.json, model.safetensors and the tokenizer's files.

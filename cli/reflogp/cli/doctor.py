@@ -61,8 +61,8 @@ def doctor(
 ) -> None:
     """Check the installation, and say how to fix problems or install what is missing.
 
-    This command does not load a model. It changes nothing, except that it writes a probe file to the store and removes it
-    again. The exit code is 1 if something is broken.
+    This command does not load a model. It writes a probe file to the store and removes it again, and changes nothing else. The
+    exit code is 1 if something is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -100,7 +100,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return the packages of an extra that are missing or are installed in a version that the extra does not allow."""
+    """Return the packages of an extra that are missing, and those whose installed version the extra does not allow."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):

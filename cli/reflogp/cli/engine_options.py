@@ -107,9 +107,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the chosen engine with the given options. The value None means that an option was not given.
+    """Return the chosen engine with the given options. An option whose value is None was not given.
 
-    Raises UsageError if an option cannot be parsed, or applies only to an engine that was not chosen.
+    Raises UsageError if an option cannot be parsed, or belongs to an engine that was not chosen.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 

@@ -65,8 +65,8 @@ def export(
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
     Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
-    a dataset of token ids (prompt_ids, chosen_ids, rejected_ids) that the stack itself produced, with the rows in the order of
-    the stack's training dataset. Every row needs values. If some rows have no values, this command lists these rows, writes
+    a dataset of token ids (prompt_ids, chosen_ids, rejected_ids) that the stack itself produced. Its rows must be in the order
+    of the stack's training dataset. Every row needs values. If some rows have no values, this command lists these rows, writes
     nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm

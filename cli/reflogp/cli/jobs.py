@@ -128,7 +128,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a completed job's values: each dataset row's keys and reference log-probs, or the reason why the row has none.
+    """Save a completed job's values: the keys and reference log-probs of each row, or the reason why the row has none.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -146,7 +146,7 @@ def watched(client: Client, job: str) -> Job:
 
     If stderr is not a terminal, print each change of state, and the job's counts every 30 seconds.
 
-    The progress bar shows only numbers from the service, because watching may start or resume in the middle of a job.
+    The rate and the remaining time come from the service, because watching may start or resume in the middle of a job.
     """
     columns = (
         SpinnerColumn(),
@@ -278,7 +278,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table as wide as the terminal. If stdout is not a terminal, print each row on one line, however long."""
+    """Print a table as wide as the terminal. If stdout is not a terminal, print each row on a single line."""
     if out.is_terminal:
         out.print(table)
         return

@@ -21,8 +21,9 @@ def reference(
 ) -> None:
     """Print how a store identifies a reference model: its id, and the content and numerics that determine the id, as JSON.
 
-    This command hashes the weights, but does not load the model. If the weights of a server are on another machine, run this
-    command there and save its output. `reflogp score --engine remote --claim FILE` then stores values under the correct id.
+    This command hashes the weights, but does not load the model. If the weights of a vLLM server are on another machine, run
+    this command there and save its output. `reflogp score --engine remote --claim FILE` then stores values under the correct
+    id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """
@@ -35,8 +36,8 @@ def reference(
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
     """Return a model's local folder and its reference. If no dtype was given, print which dtype was chosen, and why.
 
-    If the digests of the weights are not cached, the weights are hashed, with a progress bar. For the parameter `otherwise` and
-    the errors, see `choose_reference`.
+    Weights whose digests are not cached are hashed, with a progress bar. For the parameter `otherwise` and the errors, see
+    `choose_reference`.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

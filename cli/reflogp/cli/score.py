@@ -160,7 +160,7 @@ def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
 
 
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """Create the scorer. It has one engine in this process, or several engines, each in a process of its own."""
+    """Create a scorer that runs one engine in this process or, if `devices` is given, several engines in worker processes."""
     if devices is None:
         from reflogp.scoring.runs.local import LocalScorer
 
@@ -178,9 +178,9 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """While the block runs, stay connected to a Ray cluster.
+    """Connect to a Ray cluster for the duration of the block.
 
-    Yield the engine choice, changed to the device of the cluster's workers.
+    Yield the engine choice for the cluster's workers; see `on_workers`.
     """
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers

@@ -27,7 +27,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the dataset as token ids, from the chosen tokenizer or from the tokenizer in the model's folder (`folder`)."""
+    """Return the dataset as token ids. If no tokenizer was chosen, use the tokenizer in the model's folder (`folder`)."""
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -62,7 +62,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
 
 def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops and, if values are missing because the store is damaged, how to repair it."""
+    """Print how many rows TRL drops and, if values are missing because the store is damaged, how to repair the store."""
     print_dropped(summary.dropped_rows)
     if summary.missing and snapshot.damaged:
         err.print(f"repair the store first: {snapshot.repair_command()}")

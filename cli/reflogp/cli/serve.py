@@ -81,8 +81,8 @@ def token(
 ) -> None:
     """Create a bearer token.
 
-    The token is printed only once. After it, this command prints lines for the settings file, which contain the token's digest
-    but not the token.
+    The token is printed only once. This command then prints lines for the settings file, which contain the token's digest
+    instead of the token.
     """
     try:
         from reflogp.service.auth import new_token

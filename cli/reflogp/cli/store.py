@@ -122,7 +122,7 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into larger ones, which are sorted by key and do not repeat a key.
+    """Merge shards into larger ones that are sorted by key and contain each key only once.
 
     Other processes may read and write at the same time. Scoring merges small shards automatically; this command compacts the
     whole table. The replaced shards remain until `reflogp store vacuum` deletes them.
@@ -163,7 +163,8 @@ def vacuum_(
 ) -> None:
     """Delete shards replaced by compaction, and files left behind by crashed writers, after the retention period.
 
-    Snapshots that need a deleted shard can no longer be read. An attempt to read one fails with an error that explains why.
+    Snapshots that need a deleted shard can no longer be read. An attempt to read such a snapshot fails with an error that
+    explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -209,7 +210,10 @@ def import_(
     folder: Annotated[str, typer.Argument(help="Folder written by `reflogp store export`.", metavar="FOLDER")],
     as_json: AsJson = False,
 ) -> None:
-    """Import an export into a store. Every row is checked first. Values already in the store are not replaced."""
+    """Import an exported folder into a store.
+
+    All rows are checked before any row is added. Values already in the store are not replaced.
+    """
     store = Store(uri)
     with progress_bar("importing") as bar:
         done = import_folder(store, folder, bar.hashed)
@@ -261,8 +265,8 @@ def pull_(
 ) -> None:
     """Add the log-probs in a dataset repository on the Hugging Face Hub to a store.
 
-    Digests and rows are checked first. Values already in the store are not replaced. If a pull is interrupted, run it again.
-    Files that were already downloaded are not downloaded again.
+    Digests and rows are checked before any row is added. Values already in the store are not replaced. If a pull is
+    interrupted, run it again. Files that were already downloaded are not downloaded again.
 
     Example: reflogp store pull ./logps hf://datasets/team/sft-logps
     """
@@ -306,8 +310,8 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: the thing that
-        can contain only one reference, such as "an export".
+        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message, such as "an
+        export", which can contain only one reference.
         """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
@@ -317,8 +321,8 @@ class _Tables:
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Call `work` for every table and return the results.
 
-        If `work` fails for one of several tables, print the error as one sentence and continue with the next table. If there is
-        only one table, raise the error.
+        If `work` fails for one of several tables, print the error and continue with the next table. If there is only one table,
+        raise the error.
         """
         done = []
         for reference in self.references:

@@ -47,20 +47,21 @@ def score(
 ) -> Any:
     """Score the sequences of a dataset whose log-probs are not in the store.
 
-    Rows that cannot be used are left out, and printed with the reason. Computed values are committed every 30 seconds. After an
-    interruption, the same call continues from the last commit.
+    Rows that cannot be used are skipped, and the reason for each is printed. Computed values are committed every 30 seconds.
+    After an interruption, the same call continues from the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
-        dataset: preference pairs, KTO rows or rows of token ids, as a path, a hub name (its train split), a `datasets.Dataset`,
-            `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
+        dataset: preference pairs, KTO rows or rows of token ids, as a path, a hub name (for the train split), a
+            `datasets.Dataset`, `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list
+            of dicts.
         store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: dtype in which the model computes: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast".
             The dtype is part of the reference id. "auto" uses the dtype of this model's stored values. If the store has
             no values of this model, "auto" means bfloat16, or float32 without a GPU.
         max_length: maximum number of tokens in prompt and completion together, as in the trainer's config; None for no limit.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, if it is not the model's own: a tokenizer object, a folder or a hub id. Pass an
+        tokenizer: the trainer's tokenizer, if it differs from the model's: a tokenizer object, a folder or a hub id. Pass an
             object if the tokenizer runs custom code.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
         progress: True shows a progress bar, False hides it; None shows it in terminals and notebooks only.
@@ -143,14 +144,15 @@ def join(
             the same dtype.
         max_length: the trainer's max_length; see `score`.
         truncation_mode: the trainer's truncation_mode; see `score`.
-        ld_alpha: the weight that LD-DPO gives to the tokens by which one completion is longer than the other.
+        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; None to give all tokens the
+            same weight.
         tokenizer: the tokenizer that was passed to `score`; None if none was passed.
         snapshot: number of the snapshot to read; None for the latest snapshot.
         on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
         A dataset of the same type with the new columns, or a Dataset for a path or hub name. A stream (IterableDataset) is
-        joined while it is read, in a single process, and errors about its rows are raised only then.
+        joined while it is read, which must happen in a single process. Errors about its rows are also raised while it is read.
 
     Raises:
         NotScoredError: some rows have no values or cannot be used. The message lists the rows.
@@ -256,7 +258,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that record the reasons why rows cannot be used.
 
     Args:
-        problems: dict to which the row numbers and problems of the first ten bad rows are added.
+        problems: dict of row number -> problem, to which the first ten bad rows are added.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -283,7 +285,7 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
 
 
 def _say(reason: str) -> None:
-    """Print how the dtype was chosen. If the caller specified the dtype, `reason` is empty and nothing is printed."""
+    """Print why a dtype was chosen. If the caller specified the dtype, `reason` is empty and nothing is printed."""
     if reason:
         tqdm.write(reason, file=sys.stderr)
 
@@ -296,7 +298,7 @@ def _opened(store: str | os.PathLike[str] | Store) -> Store:
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that returns the given tokenizer, or loads the tokenizer from the given folder or hub id."""
+    """Return a function that returns the tokenizer. Without a tokenizer object, it loads one from a folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer
@@ -305,7 +307,10 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns the given processor, or loads the processor from the given folder or hub id."""
+    """Return a function that returns the image processor, or None if the model accepts only text.
+
+    If `tokenizer` is a processor object, the function returns that object. Otherwise, it loads the processor.
+    """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
     if getattr(tokenizer, "image_processor", None) is None:
@@ -315,7 +320,7 @@ def _vision(
 
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Call a function with a dataset, or with each split of a DatasetDict and the split's name.
+    """Call a function for a dataset, or for each split of a DatasetDict.
 
     Return the result, or a dict with the result for each split.
     """

@@ -1,4 +1,4 @@
-"""Define the engine protocols, and a description of an engine that can be sent to another process.
+"""Define the protocols that engines implement, and EngineChoice: a description of an engine for use in any process.
 
 An engine's libraries are imported only when the engine is loaded.
 """
@@ -49,17 +49,17 @@ class Engine(Protocol):
         """Return the operation counts of all sequences scored so far. Both counts are 0 if the engine cannot count."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate of matrix products, or None if this engine cannot measure it."""
+        """Return the device's peak rate of matrix products, in operations per second, or None if it cannot be measured."""
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can score for a different caller after each pass. A service's workers need this kind of engine.
+    """An engine that lets other callers score between its passes, as a service's workers require.
 
     Attributes:
-        token_budget: approximate number of tokens up to which merging requests into one pass saves time.
+        token_budget: approximate number of tokens in a pass above which merging more requests into the pass saves no time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -146,7 +146,7 @@ class EngineChoice:
     def default_dtype(self) -> str:
         """Return the dtype for a model without stored values: "float32" if this engine has no GPU, otherwise "bfloat16".
 
-        On a CPU, the default is float32, because a CPU without bfloat16 instructions is slower in bfloat16, and because small
+        On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
         models on CPUs are trained in float32. vLLM and the server of a remote engine are assumed to have a GPU.
         """
         import torch
@@ -165,7 +165,7 @@ class EngineChoice:
             )
 
     def require_loadable(self, model: str, reference: Reference) -> None:
-        """Raise the errors of `make` that can be detected without reading the weights.
+        """Raise those errors of `make` that can be detected before the weights are loaded.
 
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.
@@ -181,7 +181,7 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load an engine from a model folder whose files must be those of the reference, and return the engine.
+        """Load this engine for a reference and return it. The files in the model folder must be those of the reference.
 
         Each load opens and hashes the files (digests of unchanged files are cached), then reads them through the open file
         handles. Once the model is in memory, the files are checked for changes.
@@ -239,7 +239,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that each path still leads to the open file; vLLM opens files by path."""
+            """Check before and after the block that the paths lead to the open files, because vLLM opens files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:

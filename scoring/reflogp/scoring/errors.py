@@ -69,8 +69,8 @@ class WorkerGoneError(EngineError):
     """One of a run's workers has exited. The other workers continue.
 
     Attributes:
-        blamed: True if the sequences that the worker was processing may have made it exit; False if the worker was removed from
-            the run or had already exited.
+        blamed: True if the sequences that the worker was processing may have caused its exit; False if the worker was removed
+            from the run or had already exited.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:
@@ -82,7 +82,7 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: for each sequence that cannot be scored, its index and the reason, as a dict.
+        problems: dict of index -> reason, for the sequences that cannot be scored.
         results: one entry for each sequence in the call: its token_logps (float32), or None if the sequence is in `problems`.
     """
 

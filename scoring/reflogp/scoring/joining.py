@@ -89,8 +89,8 @@ def join_dataset(
 
     The values of these columns are sums of log-probs, float32, in nats.
 
-    The output gets its final name only when it is complete. If no row has values, no output is written, and an existing file
-    with the output's name is kept.
+    Until the output is complete, it has a temporary name. If no row has values, no output is written, and an existing file with
+    the output's name is kept.
 
     Additional columns:
         chosen_key and rejected_key (for KTO, completion_key): key of each sequence.
@@ -101,8 +101,8 @@ def join_dataset(
     coverage and the numbers of rows that were read and written.
 
     Args:
-        dataset: the dataset to join. It must not have a file of token ids (`kept`), because rows from such a file lack the
-            dataset's original columns.
+        dataset: the dataset to join. It must have been created without `kept`, because a file of token ids lacks the dataset's
+            original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
@@ -156,11 +156,11 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """A window of rows that have values, in the dataset's order.
+    """The rows of one window of a dataset that have values, in the dataset's order.
 
     Attributes:
         rows: columns of each row, as read from the dataset.
-        numbers: array of the rows' numbers in the dataset (int64), starting at 0.
+        numbers: row numbers in the dataset, starting at 0, int64.
         columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, and ref_row.
     """
 
@@ -224,7 +224,7 @@ def is_usable(columns: dict[str, Any]) -> bool:
 
 
 def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Return the table with a column appended. If the table already has a column with this name, replace it."""
+    """Return the table with a column appended. An existing column with this name is dropped."""
     if name in table.column_names:
         table = table.drop_columns([name])
     return table.append_column(name, values)
@@ -239,13 +239,13 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Add the joined columns to the rows of a dataset that have values, and return a dataset of the same type.
+    """Return a dataset of the same type that contains the rows with values and has the joined columns.
 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins `source` from its first row. Its second argument says whether the dataset is a stream,
-            which may never end.
+        windows: function that joins `source`, starting at its first row. The second argument says whether the dataset is a
+            stream, which may be endless.
 
     Raises:
         DatasetError: no row can be used.

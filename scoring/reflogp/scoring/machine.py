@@ -1,7 +1,7 @@
 """Assign devices to engines, measure and release memory, and prepare processes that load a model.
 
-This module never imports torch, because a service's main process does not load it. psutil, pyarrow and transformers are
-imported only in the functions that use them, because the command line can be installed without psutil.
+This module never imports torch, because a service's main process uses it but does not load torch. psutil, pyarrow and
+transformers are imported only in the functions that use them: the command line, for example, can be installed without psutil.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Place:
     """The device or GPUs that one engine runs on.
 
     Attributes:
-        name: name of the device or GPUs in messages.
+        name: name of the device or GPUs, for messages.
         device: value of `device` in the engine's EngineChoice.
         visible: value of CUDA_VISIBLE_DEVICES for the engine's process, if the process must see only some of the GPUs; None to
             leave the variable unchanged.
@@ -53,7 +53,7 @@ def places(
             device, which the engine chooses.
         count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if a name in
             `devices` requires the number.
-        gpus_each: number of GPUs that each engine uses.
+        gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
     Raises UsageError if a name is unknown, if a GPU does not exist, or if the devices cannot be divided into groups of
@@ -84,7 +84,7 @@ def places(
 
 
 def gpus_in_a_child() -> int:
-    """Return the number of GPUs that torch finds in a separate process.
+    """Start a process in which torch counts the GPUs, and return the count.
 
     If /dev contains no GPU device, return 0 without starting a process. Raises UsageError if the separate process fails.
     """
@@ -263,10 +263,10 @@ def quiet_libraries() -> None:
 
 
 def exit_reason(status: int, log: str) -> str:
-    """Return a description of why a process ended.
+    """Return a description of why a process exited.
 
     Args:
-        status: exit status of the process. A negative status is a negated signal number.
+        status: exit status of the process. A negative status is the negated number of the signal that killed the process.
         log: name of the log with the process's output.
     """
     if status < 0:

@@ -106,7 +106,7 @@ class Sender(SpanProcessor):
 
 
 class _Reasons(logging.Filter):
-    """A filter that keeps the exporter's messages out of the log; if the collector is unreachable, they would flood the log.
+    """A filter that keeps the exporter's messages out of the log, because an unreachable collector causes many of them.
 
     Attributes:
         first: the first message that the exporter logged about a request.
@@ -123,8 +123,8 @@ class StartedSpan:
     """A span that has started; see `tracing.Span`.
 
     Attributes:
-        span: the SDK's span, or INVALID_SPAN if the run already has so many spans of this name that the stage is counted but
-            not sent.
+        span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. The stage is then counted
+            but not sent.
         discarded: True after a call to `discard`.
 
     Args:
@@ -237,7 +237,7 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record the exception that ended a span.
+        """Record the exception that a span's stage raised.
 
         The exception becomes the span's status, or only an attribute if it is one of the run's `stops`.
         """

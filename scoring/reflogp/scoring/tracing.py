@@ -67,8 +67,8 @@ def run_span(
         name: name of the root span.
         parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: whether to wait at the end of the run, for up to FLUSH_SECONDS, until the collector has received the
-            spans, and to send the spans even if SIGTERM ends the process during the run.
+        flush_at_end: if True, wait at the end of the run until the collector has received the spans, for up to FLUSH_SECONDS.
+            The spans are then also sent if SIGTERM stops the process during the run.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -107,9 +107,9 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items. For each item, record a span.
+    """Yield the items, and record a span for the production of each item.
 
-    The span's duration is the time taken to produce the item; its attributes are what `describe` returns.
+    The span's duration is the time taken to produce the item; its attributes are the result of `describe`.
     """
     iterator = iter(items)
     while True:
@@ -182,7 +182,7 @@ def _connect(named: str) -> Sender | None:
 
 @contextmanager
 def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
-    """If SIGTERM arrives during the block, end and send the spans before the process ends."""
+    """If SIGTERM arrives during the block, end the run's spans and send them before the process exits."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -21,7 +21,7 @@ class VisionProcessor:
     Attributes:
         processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
-        tokens: object that converts texts and image sizes into tokens.
+        tokens: converts texts and the sizes of images into tokens.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """
 
@@ -42,7 +42,7 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for a model. Return None if the model accepts only text or the folder has only a tokenizer.
+    """Load the processor of a model. Return None if the model accepts only text, or if the folder has only a tokenizer.
 
     Args:
         folder: folder of the processor, which may be the model's folder.

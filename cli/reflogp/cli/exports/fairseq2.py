@@ -1,4 +1,6 @@
-"""Write preference datasets with reference scores for fairseq2, as JSON lines, for training with `reference_model: null`.
+"""Write preference pairs and their reference scores as JSON lines, so that fairseq2 can train without a reference model.
+
+The run's config sets `reference_model: null`.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
@@ -24,9 +26,9 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
 
     The sums are in the fields reference_score_chosen and reference_score_rejected.
 
-    Raises UsageError if the name of the output file does not end in .jsonl, if rows lack the fields that fairseq2 reads, if
-    sums may exclude a completion's last tokens, or if sums are 0. fairseq2's reader treats a sum of 0 as missing (`all(scores)`
-    for a batch).
+    Raises UsageError if the name of the output file does not end in .jsonl, or if rows lack the fields that fairseq2 reads.
+    Also raises UsageError if sums may exclude a completion's last tokens, or if sums are 0. fairseq2 treats a sum of 0 as
+    missing, because its reader tests a batch with `all(scores)`.
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")

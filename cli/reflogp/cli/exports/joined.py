@@ -35,9 +35,9 @@ class JoinedPairs:
         file: file that the pairs were read from.
         reference_id, reference_dtype, snapshot: the reference and snapshot that the values come from.
         max_length, truncation_mode: settings that the pairs were joined with.
-        chosen_logps, rejected_logps: finite sums over the completion's tokens in nats, float32 of shape (n,).
+        chosen_logps, rejected_logps: sum of each completion's log-probs, finite and in nats, float32 of shape (n,).
         chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 of shape (n,).
-        own_columns: names of the dataset's own columns; empty for a job's result.
+        own_columns: names of the columns that come from the dataset, not from the join; empty for a job's result.
     """
 
     file: Path
@@ -56,13 +56,13 @@ class JoinedPairs:
         return len(self.chosen_logps)
 
     def own_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each row with only the dataset's own columns. The file is read in batches."""
+        """Yield each row without the columns that the join added. The file is read in batches."""
         with _as_usage_error(self.file):
             for batch in pq.ParquetFile(self.file).iter_batches(columns=list(self.own_columns)):
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if the sums may exclude a completion's last tokens."""
+        """Raise UsageError if the sums may exclude a completion's last tokens, because the join used a max_length."""
         if self.max_length is not None:
             raise UsageError(
                 f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join it without --max-length"

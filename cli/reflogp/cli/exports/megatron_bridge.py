@@ -1,4 +1,4 @@
-"""Write Megatron-Bridge's offline reference log-prob artifact: ref_logprobs.jsonl and scoring_metadata.json in a folder.
+"""Write the reference log-probs that Megatron-Bridge reads: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
 The format is defined in NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py and
 data/datasets/preference.py. The caller passes the training run's fingerprint, because this module does not read the run's
@@ -31,14 +31,14 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact for n pairs, which have the `pair_id` values 0 to n-1.
+    """Write the two files for n pairs, whose `pair_id` values are 0 to n-1.
 
     Each record contains the log-prob sum (in nats) and the token count of each completion.
 
     The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
     The trainer compares the fingerprint's fields and ignores the other entries. The trainer rejects a folder without metadata.
-    The old metadata is deleted first and the new metadata is written last, so that the trainer also rejects the folder of an
-    interrupted export.
+    The old metadata is deleted before the log-probs are replaced, and the new metadata is written last. Therefore, the trainer
+    also rejects the folder of an interrupted export.
 
     Args:
         pairs: the pairs to write.

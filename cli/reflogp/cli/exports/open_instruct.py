@@ -1,7 +1,7 @@
-"""Write open-instruct's reference log-prob cache: a .pt file that its DPO trainers load instead of scoring.
+"""Write open-instruct's reference log-prob cache: a .pt file that its DPO trainers load instead of running a reference model.
 
 The format is defined in allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache
-in dpo_utils.py. The file's name is a hash of open-instruct's config, which the caller passes.
+in dpo_utils.py. The caller passes the file's name, which is a hash of open-instruct's config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
-    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), by row.
+    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), in row order.
 
     For the losses dpo and wpo, the values are sums; for dpo_norm, they are means over the completion's tokens. open-instruct
     makes this distinction in DPOLossType.is_average_loss.

@@ -1,8 +1,8 @@
 """Score on a Ray cluster with plain actors, each of which runs one engine. The `ray` extra is required.
 
 Ray Data is not used, because its actor pools would endlessly retry a sequence that crashes its worker. A run must instead
-identify such a sequence and leave it out. In addition, only a single process can decide which rows are duplicates, bad or done.
-docs/ray.md describes an experiment with Ray Data.
+identify such a sequence and leave it out. In addition, a single process must decide which rows are duplicates, bad or already
+done. docs/ray.md describes an experiment with Ray Data.
 """
 
 import os

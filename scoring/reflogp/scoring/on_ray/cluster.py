@@ -1,7 +1,6 @@
 """Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-To check that another node shares a folder, this process writes a temporary file to the folder, and the node looks for that
-file.
+A temporary file shows whether another node shares a folder: this process writes the file, and the node looks for it.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def connect(address: str | None) -> bool:
 def connected(address: str | None) -> Iterator[None]:
     """Connect to a cluster for the duration of the block; see `connect`.
 
-    A connection that was opened for the block is closed at its end, which stops the connection's actors.
+    If this function opens the connection, it closes the connection at the end of the block, and Ray then stops the actors.
     """
     ours = connect(address)
     try:
@@ -89,7 +88,7 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
 
 
 def describe_cluster() -> str:
-    """Return a description of how many GPUs, CPUs and nodes the cluster has."""
+    """Return how many GPUs, CPUs and nodes the cluster has, as text."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs on {len(alive)} nodes"
 
@@ -110,7 +109,7 @@ def reason_of(error: RayError) -> str:
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
-    """Return the error that reflogp raised on a node, with the node's name in the message."""
+    """Convert an error that was raised on a node into a UsageError or EngineError that names the node."""
     cause = error.cause
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
@@ -139,7 +138,7 @@ def probe(folder: Path) -> Iterator[str]:
 
 
 def require_visible(file: str) -> None:
-    """Raise EngineError if a temporary file that another node wrote does not exist on this node."""
+    """Raise EngineError if this node cannot see a temporary file that another node wrote."""
     if not Path(file).is_file():
         raise EngineError(
             f"{Path(file).parent} is a different folder on this node: use a folder on a filesystem that all nodes share"

@@ -58,12 +58,12 @@ class ClusterWorkers:
     """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
 
     Args:
-        model: folder or hub id of the model, which each node resolves itself.
+        model: folder or hub id of the model. Each node resolves it separately.
         revision: revision of the model, if `model` is a hub id.
         reference: the reference whose values are computed.
         choice: the engine that each worker loads.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
-        place_seconds: the run fails after this many seconds without a placed worker.
+        place_seconds: number of seconds without any placed worker after which the run fails.
     """
 
     may_come = True
@@ -92,7 +92,7 @@ class ClusterWorkers:
         self._table_folder = table.uri
 
     def begin(self, have: int) -> list[Worker]:
-        """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet count as existing."""
+        """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet are not missing."""
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
@@ -102,8 +102,8 @@ class ClusterWorkers:
     def look(self, is_any_placed: bool) -> None:
         """Warn while no worker is placed, and raise EngineError after `place_seconds`; see Workers.look.
 
-        As soon as one worker is placed, the others may remain unplaced without a warning or an error. Ray does not report
-        whether a worker is waiting for resources or for its process to start.
+        As soon as one worker is placed, there are no warnings or errors about the others. This method only measures time,
+        because Ray does not report whether a worker is waiting for resources or for its process to start.
         """
         now = time.monotonic()
         if is_any_placed:
@@ -159,7 +159,7 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return a future for a Ray reference. The future raises the actor's error, or WorkerGoneError if the actor died."""
+    """Return a future for an actor's result. The future raises the actor's error, or WorkerGoneError if the actor died."""
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:

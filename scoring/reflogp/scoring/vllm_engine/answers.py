@@ -1,8 +1,8 @@
 """Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
 
 Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
-engine exchange requests and responses as Arrow IPC streams. This module is imported in vLLM's environment and in the engine's,
-so it imports neither torch nor vLLM.
+engine exchange requests and responses as Arrow IPC streams. This module is imported both in vLLM's environment and in the
+environment of the engine's process, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RequestImages(NamedTuple):
 
     Attributes:
         digests: each image's `pixel_digest` (see reflogp.store.images).
-        counts: number of tokens for each image.
+        counts: number of image tokens of each image.
         files: each image as the bytes of an image file.
-        token: id of the model's image token, which the model gets in place of each image id.
+        token: id of the model's image token. The model gets this id wherever `Request.ids` contains an image id.
     """
 
     digests: tuple[bytes, ...]
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
 
     Attributes:
         at: index of the request that this response belongs to.
-        values: log-probs of the completion, float32, or None.
+        values: log-probs of the completion, float32, or None if vLLM returned none.
         cached: number of tokens that vLLM read from its prefix cache.
         problem: why vLLM cannot score the sequence, or None.
     """
@@ -78,13 +78,14 @@ class Answer(NamedTuple):
 
 
 class VllmEndedError(Exception):
-    """The vLLM process ended before it had answered all requests. It can be restarted."""
+    """The vLLM process exited before it had responded to all requests. It can be restarted."""
 
 
 def believable(values: Any, cached: int, sequence: Sequence) -> bool:
     """Return True if a response contains plausible log-probs for the whole completion.
 
-    They must be finite and not positive. vLLM must not have read the positions that predict the completion from its cache.
+    The log-probs must be finite and not positive. vLLM must have computed the positions that predict the completion, instead of
+    reading them from its cache.
 
     Args:
         values: float32 array, or None if the response contains no values.
@@ -126,7 +127,7 @@ ANSWERS = pa.schema(
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Encode numbered requests as two Arrow IPC streams, with the schemas REQUESTS and PICTURES."""
+    """Encode numbered requests as two Arrow IPC streams: the requests (REQUESTS) and their distinct images (PICTURES)."""
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     rows = []
@@ -165,7 +166,7 @@ def answers_table(answers: Iterable[Answer]) -> pa.Table:
 
 
 def answers_of(body: bytes) -> Iterator[Answer]:
-    """Decode the responses in an encoded `answers_table`; their values are float32 arrays."""
+    """Decode the responses in an `answers_table` that was sent as an Arrow IPC stream. Values are float32 arrays or None."""
     table = pa.ipc.open_stream(body).read_all().combine_chunks()
     values = (np.asarray(entry.values) if entry.is_valid else None for entry in table["token_logps"])
     rest = (table[name].to_pylist() for name in ("cached", "problem"))

@@ -30,7 +30,7 @@ from reflogp.store import UsageError
 _LAST_WORDS = 200
 #: How long to wait for the process to exit by itself before it is killed, in seconds.
 _END_SECONDS = 15.0
-#: How long to wait for the last lines of the log after the process has ended, in seconds.
+#: How long to wait for the last lines of the log after the process has exited, in seconds.
 _LISTEN_SECONDS = 5.0
 
 #: Maximum number of vLLM steps in a pass.
@@ -38,13 +38,13 @@ _STEPS = 4
 
 
 class VllmProcess:
-    """A vLLM process with the model loaded. It ends when the process that started it ends.
+    """A vLLM process with the model loaded. It exits when the process that started it exits.
 
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: function that returns a context manager, which is active while the model is loaded and raises
-            FileChangedError if the model's files are not those of the reference.
+        unchanged: function that returns a context manager. The model is loaded inside the `with` block, and the context manager
+            raises FileChangedError if the model's files are not those of the reference.
 
     Raises:
         UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
@@ -67,9 +67,9 @@ class VllmProcess:
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens in a pass.
+        """Maximum number of tokens in a pass.
 
-        This number is enough for several vLLM steps, or smaller if all passes in flight would otherwise not fit in the cache.
+        The maximum is enough for several vLLM steps, or lower if the passes in flight would otherwise not all fit in the cache.
         """
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
@@ -109,7 +109,7 @@ class VllmProcess:
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        """Restart the process if it has ended; see Transport.revive. Raises the same errors as the constructor."""
+        """Restart the process if it has exited; see Transport.revive. Raises the same errors as the constructor."""
         if self._running is not None and not self._running.ended():
             return False
         if self._is_closed:
@@ -127,7 +127,7 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """End the process and do not restart it."""
+        """Stop the process. It cannot be restarted afterwards."""
         self._is_closed = True
         self._end()
 
@@ -138,7 +138,7 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Queues for responses, by request number.
+    """Queues for the responses to requests that were sent, by request number.
 
     This object is shared by the thread that sends requests and the thread that reads responses.
     """
@@ -169,7 +169,7 @@ class _Inboxes:
 
 
 class _Running:
-    """One run of the vLLM process. The process is ended when this object is garbage-collected."""
+    """One run of the vLLM process. The process is stopped when this object is garbage-collected."""
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()
@@ -182,7 +182,7 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=without_growing_segments(os.environ),
-                start_new_session=True,  # Ctrl-C in a terminal must reach only the caller, which commits before it ends
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the caller, which commits before it exits
             )
         except OSError as error:
             raise UsageError(f"vLLM's interpreter {python} cannot be run: {error.strerror}") from error
@@ -228,7 +228,7 @@ def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Ite
 
 
 def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
-    """Read responses and put them into their queues until the process ends."""
+    """Read responses and put each into its request's queue, until the process exits."""
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
@@ -250,7 +250,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
             f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
             "'reflogp[vllm]') and name its Python interpreter with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
-    # vLLM's child processes print their errors before their parent reports that they have ended.
+    # vLLM's child processes print their errors before their parent reports that they have exited.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
@@ -258,7 +258,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children: close its stdin, wait for it to exit, and kill its process group."""
+    """Stop a process and its children: close its stdin, wait for it to exit, and kill its process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

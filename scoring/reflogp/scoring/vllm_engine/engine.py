@@ -1,10 +1,10 @@
-"""Score sequences with vLLM: decide which sequences may read the prefix cache, check responses, and restart vLLM if it ends.
+"""Score sequences with vLLM: decide which sequences may read the prefix cache, check responses, and restart vLLM if it exits.
 
 A Transport connects the engine to vLLM, which runs as a local process or as a server.
 
-vLLM computes no values for positions that it finds in its prefix cache, and a request cannot limit cache hits to the prompt.
-For such positions, the response contains no values or, with vLLM's older runner, the contents of uninitialized memory.
-Therefore, the engine lets a sequence read the cache only if no log-prob would be lost.
+vLLM computes no values for positions that it finds in its prefix cache, and a request cannot tell vLLM to read only prompt
+positions from the cache. For such positions, the response contains no values or, with vLLM's older runner, the contents of
+uninitialized memory. Therefore, the engine lets a sequence read the cache only if no log-prob would be lost.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def sharing_order(sequences: Several[Sequence]) -> list[int]:
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
-    """For each sequence, return True if it may use a prefix cache that contains only tokens of these sequences.
+    """Return, for each sequence, whether it may read vLLM's prefix cache without losing log-probs.
 
-    vLLM reuses whole blocks. For a sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last
-    prompt token predicts the first completion token. In the order of `sharing_order`, a sequence has its longest common prefix
-    with the sequence before it or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
+    The cache must contain only tokens of these sequences. vLLM reuses whole blocks. For a sequence with P prompt tokens, a
+    cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first completion token. Because the
+    sequences are sorted, each of them has its longest common prefix with the sequence directly before or after it. A cache hit
+    is at most as long as that prefix, rounded down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -67,7 +68,7 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Return the length of the common prefix of two sequences, which may extend into their completions."""
+    """Return the length of the common prefix of two sequences. The prefix may extend into their completions."""
     a, b = one.ids(), other.ids()
     size = min(len(a), len(b))
     differs = np.flatnonzero(a[:size] != b[:size])
@@ -80,9 +81,9 @@ _WINDOW = 8_192
 _IMAGE_BYTES = 256 << 20
 #: Number of passes in flight at the same time, so that vLLM never has to wait for the next pass.
 PASSES = 2
-#: A sequence is skipped after vLLM has ended this many times while it was scoring that sequence alone.
+#: A sequence is skipped after vLLM has exited this many times while it was scoring that sequence alone.
 _STRIKES = 2
-#: Maximum number of consecutive times that vLLM may end without returning a value. Ends during a search by halving are not
+#: Maximum number of consecutive times that vLLM may exit without returning a value. Exits during a search by halving are not
 #: counted.
 _DEATHS = 6
 
@@ -96,7 +97,7 @@ class Transport(Protocol):
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens in a pass. Two passes are in flight at the same time."""
+        """Maximum number of tokens in a pass. Two passes are in flight at the same time."""
 
     @property
     def reads_cache(self) -> bool:
@@ -110,31 +111,31 @@ class Transport(Protocol):
         """Return a clause that says why vLLM cannot score a sequence with these images, or None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send all requests at once; yield responses as they arrive. Requests with the same salt share a cache.
+        """Send all requests at once; yield responses as they arrive. Only requests with the same salt share a cache.
 
-        The errors below are raised while responses are read.
+        The errors below are raised only when the responses are read.
 
         Raises:
-            VllmEndedError: vLLM ended before it had answered all requests. It can be restarted.
+            VllmEndedError: vLLM exited before it had responded to all requests. It can be restarted.
             EngineError: the remaining requests will get no response.
         """
 
     def revive(self) -> bool:
-        """Restart vLLM if it has ended; return True if it was restarted. Raise EngineError if it cannot be restarted."""
+        """Restart vLLM if it has exited; return True if it was restarted. Raise EngineError if it cannot be restarted."""
 
     def provenance(self) -> dict[str, Any]:
-        """Return vLLM's version and settings, and the kind of request that reflogp sends to get log-probs."""
+        """Return vLLM's version and settings, including the method that reflogp uses to request log-probs."""
 
     def close(self) -> None:
-        """End vLLM's process, or close the connections to the server."""
+        """Stop vLLM's process, or close the connections to the server."""
 
 
 class VllmEngine:
     """Scores sequences with vLLM.
 
     Prefixes that sequences share are computed once, unless reading them from vLLM's prefix cache would lose log-probs. If a
-    response is invalid, it is discarded and its sequence is sent again without the cache. If vLLM ends, it is restarted and
-    scoring continues. A sequence that causes vLLM to end is identified and skipped.
+    response is invalid, it is discarded and its sequence is sent again without the cache. If vLLM exits, it is restarted and
+    scoring continues. A sequence that makes vLLM exit is identified and skipped.
 
     Args:
         transport: connection to a vLLM that has loaded the reference model.
@@ -142,9 +143,9 @@ class VllmEngine:
 
     Attributes:
         token_budget: number of tokens in a pass.
-        pass_seconds: has no effect with this engine, because vLLM itself interleaves the requests of several passes.
+        pass_seconds: has no effect with this engine, because vLLM interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
-        restarts: number of times that vLLM ended and was restarted.
+        restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
         claim: for a server, the result of `server.check_claim`, which compares the server's log-probs with local ones because
             reflogp cannot read a server's weights; recorded in the provenance. Empty if vLLM runs as a local process.
@@ -174,7 +175,7 @@ class VllmEngine:
         return {index: problem for index, problem in found if problem}
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) for one sequence at a time, as passes finish."""
+        """Yield (index, outcome) for each sequence, as soon as the sequence's pass has finished."""
         for landed in self.passes(sequences, skip):
             yield from landed
 
@@ -203,8 +204,8 @@ class VllmEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; see PassEngine.flow.
 
-        While the last pass of a group is computed, the first pass of the next group is already sent to vLLM. Raises the same
-        errors as `passes`.
+        The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed.
+        Raises the same errors as `passes`.
         """
         if temperature != 1.0:
             raise EngineError(
@@ -217,7 +218,7 @@ class VllmEngine:
             yield landed
 
     def operations(self) -> Operations:
-        """Return zero counts, because the operations of vLLM's layers cannot be counted here."""
+        """Return counts of 0, because vLLM's operations cannot be counted from this process."""
         return Operations()
 
     def peak_flops_per_second(self) -> float | None:
@@ -229,7 +230,7 @@ class VllmEngine:
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
-        """End vLLM's process, or close the connections to the server; see Engine.close."""
+        """Stop vLLM's process, or close the connections to the server; see Engine.close."""
         self._transport.close()
 
     def _problem(self, sequence: Sequence) -> str | None:
@@ -337,7 +338,7 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Indices of sequences to send together, and the salt of the cache that their requests share."""
+    """The indices of sequences that are sent together, and the cache salt of their requests."""
 
     indices: list[int]
     salt: str
@@ -362,7 +363,7 @@ class _Flight:
         self._asked, self._answers = self._ask(self.indices, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses and return the outcomes of the pass. Raise VllmEndedError if vLLM ends."""
+        """Wait for all responses and return the outcomes of the pass. Raise VllmEndedError if vLLM exits."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:

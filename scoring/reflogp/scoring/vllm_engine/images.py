@@ -1,8 +1,8 @@
 """Build vLLM's prompts for sequences with images from the caller's token ids and images. This code runs in vLLM's process.
 
-By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. Here, vLLM's processor gets each
-image on its own, and the tokens that it generates are compared with the caller's token ids. If the tokens differ, the sequence
-is refused, so vLLM never scores token ids other than the caller's.
+By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. This module instead passes each
+image separately to vLLM's processor, and compares the generated tokens with the caller's token ids. If the tokens differ, the
+sequence is refused, so vLLM never scores token ids other than the caller's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library that a transformers image processor resizes images with. PIL and torchvision round differently."""
+    """Return the library that resizes images in a transformers image processor. PIL and torchvision round differently."""
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
@@ -58,8 +58,8 @@ class ImagePrompts:
         engine: vLLM's LLMEngine, with the model loaded.
 
     Attributes:
-        settings: `settings_digest` of the image processor that vLLM loaded, in hexadecimal.
-        library: library that this image processor resizes images with (see `library_of`).
+        settings: hexadecimal digest of the settings of the image processor that vLLM loaded (see `settings_digest`).
+        library: name of the library that this image processor uses to resize images (see `library_of`).
 
     Raises ImageRefusedError if vLLM has no image processor for the model.
     """
@@ -76,7 +76,7 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM generates other image tokens."""
+        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM's image tokens differ."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -100,7 +100,7 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return the digest, file, ids and image token of a two-colored test image, which is used for a check at startup.
+        """Return (digest, file, ids, image token) of a two-colored test image for the check at startup.
 
         `ids` are the token ids of the image, with an image id for each image token.
         """
@@ -149,10 +149,12 @@ class ImagePrompts:
 
 
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
-    """Return the range of an image in a prompt. Raise ImageRefusedError if vLLM generates other token ids for the image.
+    """Return the position of an image's tokens in a prompt, as vLLM's PlaceholderRange.
+
+    Raise ImageRefusedError if vLLM generates different token ids for the image.
 
     Args:
-        ids: token ids of the sequence, in which image tokens have the id of the model's image token.
+        ids: token ids of the sequence, as returned by `Request.model_ids`.
         places: indices of the image's tokens in `ids`.
         image: the image as processed by vLLM's processor.
     """

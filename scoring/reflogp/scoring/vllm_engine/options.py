@@ -1,4 +1,4 @@
-"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute different values.
+"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM's values would silently differ.
 
 This module does not import vLLM.
 """
@@ -59,7 +59,7 @@ _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embe
 
 @dataclass(frozen=True)
 class Loading:
-    """What vLLM loads for a reference.
+    """The arguments and the adapter that vLLM needs to load a reference.
 
     Attributes:
         options: arguments for `vllm.LLM`.
@@ -73,7 +73,7 @@ class Loading:
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE entries of a command line. Values are parsed as JSON; a value that is not valid JSON is a string.
+    """Parse the NAME=VALUE entries of --vllm-option. Values are parsed as JSON; a value that is not valid JSON is a string.
 
     Raises UsageError if an entry has no "=" or names an argument that is not in ALLOWED.
     """
@@ -99,14 +99,14 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return what vLLM must load to compute a reference's values: arguments for `vllm.LLM`, and an adapter if there is one.
+    """Return the arguments for `vllm.LLM`, and the adapter if there is one, so that vLLM computes a reference's values.
 
     Args:
         model: local model folder.
         reference: the reference whose values vLLM will compute.
         tensor_parallel: number of GPUs to split the model across.
         trust_remote_code: whether to run modeling code from the checkpoint.
-        chosen: the user's arguments; each must be in ALLOWED.
+        chosen: arguments that the user has set; each must be in ALLOWED.
 
     Raises:
         UsageError: an argument is not in ALLOWED.
@@ -151,9 +151,9 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return words for the end of a message that say how a model differs from the tested models of its family.
+    """Return how a model differs from the tested models of its family, as the end of an error message.
 
-    If it does not differ, return an empty string.
+    If the model does not differ, return an empty string.
     """
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of {tower}"
@@ -168,7 +168,7 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
 
 
 def _no_images(checkpoint: Checkpoint) -> str | None:
-    """Return why vLLM cannot score rows with images with this model, or None if it can."""
+    """Return why vLLM cannot use this model to score rows with images, or None if it can."""
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"
@@ -186,7 +186,7 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
 
 
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that make vLLM's rotary embeddings match transformers', or raise EngineError if there are none.
+    """Return arguments that make vLLM's rotary embeddings match transformers'; raise EngineError if no arguments can.
 
     vLLM chooses the frequencies of rotary embeddings once, for the longest possible sequence; transformers chooses them for
     each pass.
@@ -218,7 +218,7 @@ def _rank(adapter: Adapter) -> int:
 
 
 def _targets(adapter: Adapter) -> list[str]:
-    """Return the last part of the names of the adapted modules: q_proj for "….self_attn.q_proj.lora_A.weight"."""
+    """Return the last component of each adapted module's name: q_proj for "….self_attn.q_proj.lora_A.weight"."""
     names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
     return sorted({name.rpartition(".")[2] for name in names})
 

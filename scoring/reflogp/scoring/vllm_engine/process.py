@@ -1,8 +1,8 @@
-"""Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin ends.
+"""Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin is closed.
 
-The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. vLLM's environment needs no extra of
-reflogp other than `vllm`. The caller decides which requests may read the cache. The messages in each direction, and the schemas
-of their tables:
+The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
+environment needs is `vllm`. The caller decides which requests may read the cache. The messages in each direction, and the
+schemas of their tables:
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -44,8 +44,8 @@ _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VL
 #: Default arguments on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks. Compiling
 #: takes minutes and does not make scoring faster.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
-#: How long this process waits for a running step after stdin has ended, in seconds. vLLM's own processes end when this process
-#: ends.
+#: How long this process waits for a running step after stdin was closed, in seconds. vLLM's own processes exit when this
+#: process exits.
 _LAST_SECONDS = 10.0
 
 
@@ -55,11 +55,11 @@ class Scorer:
     Args:
         options: arguments for `vllm.LLM`.
         adapter: folder of the LoRA adapter, or None.
-        no_images: why vLLM cannot score rows with images with this model, or None if it can.
+        no_images: why vLLM cannot use this model to score rows with images, or None if it can.
 
     Attributes:
-        method: name of the sampling parameter that requests values. With "prompt_logprob_token_ids", vLLM computes only the
-            completion's values; with "prompt_logprobs", it computes the values of all tokens.
+        method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
+            the completion's values; with "prompt_logprobs", it computes the values of all tokens.
         device: name of the device.
         block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
@@ -133,7 +133,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score its images."""
+        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score the request's images."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -154,7 +154,7 @@ class Scorer:
         self._blocks += self._blocks_of(len(ids))
 
     def step(self) -> Iterator[Answer]:
-        """Run one of vLLM's steps; yield the result of each request that finished in it."""
+        """Run one vLLM step, and yield the response to each request that finished in this step."""
         for output in self._engine.step():
             if not output.finished or output.request_id not in self._flying:
                 continue
@@ -192,7 +192,7 @@ class Scorer:
         return None if found is None or len(found.logprobs) < count else np.array(found.logprobs[-count:], np.float32)
 
     def _find_method(self) -> str:
-        """Try "prompt_logprob_token_ids" first and then "prompt_logprobs"; return the first of these methods that works.
+        """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
 
         Each method is tried on a few sequences, so a model that vLLM cannot run fails here instead of in the first pass. Raises
         RuntimeError if vLLM returns no values with either method.
@@ -221,9 +221,11 @@ class Scorer:
         return sorted(found, key=lambda answer: answer.at)
 
     def _check_images(self, prompts: ImagePrompts) -> None:
-        """Score the same tokens after two different images, and again after the first image, which is then in the cache.
+        """Check that vLLM's values depend on the image, and that they are the same with and without the cache.
 
-        Raises ImageRefusedError if two different images give the same values, or if the same image gives different values.
+        The same tokens are scored after two different images, and again after the first image, which is then in the cache.
+
+        Raises ImageRefusedError if the values after both images are the same, or if the values after the first image change.
         """
         found: list[Any] = []
         try:
@@ -261,7 +263,7 @@ class Process:
         self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Score requests until stdin ends."""
+        """Score requests until stdin is closed."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
         waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
@@ -286,7 +288,7 @@ class Process:
         while (frame := read_frame(self._source)) is not None:
             self._coming.put(frame)
         self._coming.put(None)
-        # The caller has ended or will send no more requests, and nothing waits for the requests in flight.
+        # The caller has exited or will send no more requests, and nothing waits for the requests in flight.
         threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 

@@ -1,7 +1,7 @@
 """Implement a Transport that connects to a running `vllm serve`, sends concurrent HTTP requests and retries failed ones.
 
 reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
-compares the values. A request has a JSON body and takes one of three forms, listed from best to worst:
+compares the values. Requests for log-probs have one of three forms, listed from best to worst:
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
@@ -73,7 +73,7 @@ def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
-    """Return how many tokens the server read from its cache, according to its response; 0 if the response does not say."""
+    """Return the number of tokens that the server says it read from its cache, or 0 if the response does not say."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 
@@ -119,7 +119,7 @@ class VllmServer:
         EngineError: the server cannot be reached, or does not return log-probs of given tokens.
 
     Attributes:
-        form: the best of the request forms in FORMS that the server supports.
+        form: the best request form in FORMS that the server supports.
         max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
@@ -169,13 +169,13 @@ class VllmServer:
                 future.cancel()
 
     def revive(self) -> bool:
-        """Return False, because a remote server cannot be restarted from here."""
+        """Return False, because this process cannot restart a remote server."""
         return False
 
     def provenance(self) -> dict[str, Any]:
         """Return the server's version and the request form; see Transport.provenance.
 
-        The server's address and its name for the model are not stored, because they may be internal.
+        The provenance omits the server's address and its name for the model, because they may be confidential.
         """
         return {"engine": "remote", "vllm": self._version, "method": self.form}
 
@@ -202,7 +202,7 @@ class VllmServer:
         return name, int(served[name].get("max_model_len") or 2**31) - 1
 
     def _find_form(self) -> Form:
-        """Try the request forms on a short sequence, best form first; return the first one that works."""
+        """Return the best request form that works for a short test sequence."""
         request = Request(np.array([0, 0, 0]), 1, False)
         refusals = []
         for form in FORMS:
@@ -222,7 +222,7 @@ class VllmServer:
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
-        """Send a request and return the response; retry while there is no response or its status is in `later`.
+        """Send a request and return the response. Retry if there is no response, or if its status is in `later`.
 
         Raises EngineError if attempts fail for longer than `patience_seconds`, or if the engine is closed.
         """
@@ -253,7 +253,7 @@ class VllmServer:
 
 
 def _said(response: httpx.Response) -> str:
-    """Return the shortened error message of a response."""
+    """Return the first line of the error message in a response, shortened."""
     try:
         said = response.json()
         said = said.get("error", said) if isinstance(said, dict) else said
@@ -277,7 +277,9 @@ _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Score a few sequences both locally and on the server, and compare the values; return the result for the provenance.
+    """Check that a server serves the reference, by comparing its values for a few sequences with local values.
+
+    Return the result as entries for the provenance.
 
     Args:
         engine: engine that is connected to the server.
