@@ -290,7 +290,7 @@ def _offsets(lists: pa.Array) -> pa.Array:
 
 
 def _described(schema: pa.Schema) -> str:
-    """Return a shortened list of a schema's columns and types, for an error message."""
+    """List a schema's first columns and their types, shortened for an error message."""
     return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
 
 

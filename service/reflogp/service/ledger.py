@@ -342,7 +342,7 @@ class Ledger:
         return self._file.write(lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """Return (job id, source) of up to `limit` queued jobs whose dataset must be fetched, in queue order.
+        """Return up to `limit` queued jobs whose datasets must be fetched, in queue order, as pairs (job id, source).
 
         Args:
             but: ids of jobs that are skipped.
@@ -448,7 +448,7 @@ class Ledger:
         self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
 
     def uploads(self) -> list[dict[str, Any]]:
-        """Return a dict with name, file, bytes, sha256 and uploaded_at for every upload, sorted by name."""
+        """Return all uploads, sorted by name, as dicts with the keys name, file, bytes, sha256 and uploaded_at."""
         return [dict(row) for row in self._all("select * from upload order by name")]
 
     def upload(self, name: str) -> dict[str, Any] | None:

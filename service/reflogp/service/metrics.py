@@ -107,7 +107,7 @@ class Metrics:
 class Timed:
     """Middleware that counts and times requests by route and status.
 
-    The measured time of a request ends with the last byte of its response.
+    A request is timed until the last byte of its response has been sent.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
