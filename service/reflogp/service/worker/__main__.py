@@ -4,8 +4,8 @@ The process reads frames from stdin and writes frames to stdout. It runs until t
 service itself exits.
 
 The process has four threads. The main thread owns the engines and alternates between online requests and a job. The other three
-threads read frames, run jobs, and commit the values of online requests. Logs go to stderr. The command `python -m
-reflogp.service.worker` starts the process. The service and the worker exchange these frames:
+threads read frames, run jobs, and commit the values of online requests. Logs go to stderr. The process is started
+with `python -m reflogp.service.worker`. The service and the worker exchange these frames:
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
