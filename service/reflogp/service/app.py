@@ -1,4 +1,4 @@
-"""Build the HTTP app: create the components of a service, start and stop them, and add the routes."""
+"""Build a service's HTTP app: create, start and stop its components, and add its routes."""
 
 from __future__ import annotations
 

@@ -108,11 +108,12 @@ def cookie_name(request: Request) -> str:
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """Return a FastAPI dependency that admits only requests whose token has the given scope.
 
-    The result of the dependency is the token's name.
+    The dependency returns the token's name.
 
-    Links and EventSource cannot send an Authorization header. A GET or HEAD request without this header is therefore admitted
-    if the browser is signed in with a token that has the scope. If the settings contain no tokens, every request is admitted;
-    ServerSettings allows settings without tokens only if the service listens on a loopback address.
+    Browsers send no Authorization header when a user follows a link or a script opens an EventSource. A GET or HEAD request
+    without this header is therefore admitted if the browser is signed in with a token that has the scope. If the settings
+    contain no tokens, every request is admitted; ServerSettings allows settings without tokens only if the service listens on a
+    loopback address.
     """
 
     async def check(
@@ -141,13 +142,13 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
 
 def still_allowed(request: Request) -> bool:
-    """Return False if a long response must stop because the browser session that authorized the request has ended."""
+    """Return whether a long response may continue: False once the browser session that authorized the request has ended."""
     entry: TokenSettings | None = request.state.token
     return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
 
 
 def may_read(request: Request) -> bool:
-    """Return True if the caller may read everyone's data, False if the caller may read only its own submissions."""
+    """Return whether the caller may read everyone's data, rather than only its own submissions."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 

@@ -68,8 +68,8 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
         cost: function that returns how many bytes of memory to reserve for a body of a given length.
 
     Raises:
-        Problem: 408 for a body that arrives too slowly, 413 for a body that is too long, 400 if the sender disconnects, and any
-            problem that Reservation.reserve raises.
+        Problem: 408 if the body arrives too slowly, 413 if it is too long, 400 if the sender disconnects; also any problem that
+            Reservation.reserve raises.
     """
     reservation, loop = reservation_of(request), asyncio.get_running_loop()
     declared = request.headers.get("content-length", "")
@@ -121,9 +121,9 @@ def require_type(request: Request, *accepted: str) -> str:
 
     Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
 
-    This check protects against web pages on other sites, which can make a browser send requests to this service. Unless the
-    body has no content type, or one of the three content types of HTML forms, the browser first sends a CORS preflight request,
-    which this service refuses.
+    This check protects against web pages on other sites, which can make a browser send requests to this service. The browser
+    sends such a request directly only if the body has no content type or one of the three content types of HTML forms.
+    Otherwise, it first sends a CORS preflight request, which this service refuses.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -136,8 +136,8 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
 
     Raises:
-        Problem: 415 if the media type is not JSON, 422 for a body that does not match the model, and any problem that
-            `read_body` raises.
+        Problem: 415 if the media type is not JSON, 422 if the body does not match the model; also any problem that `read_body`
+            raises.
     """
     require_type(request, JSON)
     try:
@@ -176,7 +176,7 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON schema in which every reference to `$defs` is replaced with the definition itself.
 
-    A reference to `$defs` could not be resolved inside an OpenAPI document.
+    Inside an OpenAPI document, such references could not be resolved.
     """
     definitions = schema.pop("$defs", {})
 
@@ -290,7 +290,7 @@ def _offsets(lists: pa.Array) -> pa.Array:
 
 
 def _described(schema: pa.Schema) -> str:
-    """Return a shortened list of a schema's columns and types, for an error message."""
+    """List a schema's first columns and their types, shortened for an error message."""
     return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
 
 
@@ -348,7 +348,7 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 class PiecewiseResponse(Response):
     """A response that is sent in pieces.
 
-    If the client reads slowly, the connection's buffer contains one piece instead of the whole response.
+    While a client reads slowly, the connection buffers only one piece, not the whole response.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

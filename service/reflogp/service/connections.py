@@ -1,9 +1,9 @@
-"""Add deadlines to uvicorn's connections, so that clients that send no request or do not read their response are disconnected.
+"""Add deadlines to uvicorn's connections, to disconnect clients that send no request or do not read their response.
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
-that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for
-the head of a request. If more connections are waiting, the one that has waited longest is closed. Complete requests are
-therefore served even while other clients send their requests one byte at a time.
+that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for the
+head of a request. If more connections are waiting, the one that has waited longest is closed. Clients that send their requests
+one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BoundedProtocol(H11Protocol):
 class HeadLimit:
     """Middleware that refuses requests whose target or headers are too long.
 
-    uvicorn's own limit applies only to request heads that arrive in several pieces.
+    This check is needed because uvicorn's limit applies only to request heads that arrive in several pieces.
 
     Args:
         max_bytes: maximum total size of the headers, and maximum size of the request target.
@@ -177,7 +177,8 @@ def waiting_connections(max_connections: int) -> int:
     """Return the maximum number of connections that may wait for the head of a request.
 
     This number does not include the connections of requests in progress, of which there are at most `max_connections`. If the
-    process's soft limit on open files is too low for all connections, raise it, but not above the hard limit.
+    process's soft limit on open files is too low for all connections, this function also raises the soft limit, but not above
+    the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

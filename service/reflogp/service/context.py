@@ -26,7 +26,7 @@ class Context:
         online: scores sequences while the caller waits.
         uploads: uploaded dataset files.
         metrics: counters and gauges.
-        request_memory: memory that open requests reserve for their bodies and responses.
+        request_memory: memory that requests in progress have reserved for their bodies and responses.
     """
 
     settings: ServerSettings

@@ -10,8 +10,8 @@ the repository's files at every revision.
 
 If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-The time limit in the settings interrupts neither the resolution of a host name nor a single request to an object store. These
-end at the latest when a timeout of the library in use expires, so a fetch may take a few minutes longer than the time limit.
+The time limit in the settings interrupts neither the resolution of a host name nor a single request to an object store. Both
+are limited only by the timeouts of the library in use, so a fetch may take a few minutes longer than the time limit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error for a URI that `fetch` would refuse before it opens a connection.
+    """Raise an error if `fetch` would refuse a URI without opening a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
@@ -143,12 +143,13 @@ def fetch(
     """Fetch a dataset, and return the path and SHA-256 digest of its file.
 
     For a whole dataset on the Hub, return the path and digest of a folder instead. The file or folder is named after its
-    digest, and gets this name only when it is complete. From then on, the file or folder is protected from deletion. The caller
-    must end this protection with `folder.released` once the ledger refers to the file or folder, or once it is not needed.
+    digest, and gets this name only when it is complete. From then on, the file or folder is protected from deletion. To end
+    this protection, the caller must call `folder.released` once the ledger refers to the dataset, or once the dataset is no
+    longer needed.
 
     Args:
         uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
-        folder: folder that receives the dataset and limits the total size of all datasets.
+        folder: folder to fetch the dataset into; it also limits the total size of all datasets.
         settings: allowed prefixes, and limits on time and size.
         cancelled: function that is called a few times per second during an HTTP download, and after each chunk from an object
             store or the Hub. The fetch stops when `cancelled` returns True.
@@ -265,7 +266,7 @@ def _hub_file(uri: _Uri) -> HubFile:
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
     """Check that a prefix in the settings allows a URI, and return whether the URI's host is trusted.
 
-    Every bucket or repository that is allowed is trusted. An HTTP or HTTPS host is trusted only if a prefix names it.
+    Allowed buckets and repositories are always trusted. An HTTP or HTTPS host is trusted only if a prefix names it.
 
     Raises:
         ValueError: no prefix allows the URI.
@@ -472,7 +473,7 @@ def _fetch_split(
 ) -> tuple[Path, str]:
     """Fetch the files of a split into a folder, and return the folder and its digest.
 
-    Each file is named after its position in the split, so sorting the names gives the order of the split.
+    Each file is named after its position in the split, so sorting the files by name puts them in the order of the split.
     """
     deadline = time.monotonic() + settings.fetch_seconds
     files = files_of_split(place, config, split, lambda: _check_going_on(deadline, settings, cancelled))

@@ -46,7 +46,7 @@ class Fetching:
 
     Args:
         settings: limits on fetches.
-        ledger: lists the queued jobs whose dataset must be fetched.
+        ledger: lists the queued jobs whose datasets must be fetched.
         pending: records the fetched files in the ledger.
         folder: receives the files.
         on_change: called with the id of a job whose note or dataset changed.
@@ -88,7 +88,7 @@ class Fetching:
             fetching.stop.set()
 
     async def run(self) -> None:
-        """Start fetching the dataset of each queued job whose dataset must be fetched. This coroutine never returns."""
+        """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
             free = self._settings.max_fetches - len(self._going_on)

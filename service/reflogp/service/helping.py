@@ -2,9 +2,9 @@
 
 Use this module only in the event loop, because it is not thread-safe. Units of work are relayed without being decoded.
 
-The following frames are about helping. An owner sends `ask`, which can contain a unit of work for a helper. A helper sends
-`helping`, `answer` and `helped`. The service sends `helper`, `answer` and `gone` to owners, and `help`, `ask` and `stop` to
-helpers.
+Owners, helpers and the service exchange the following frames. Owners send `ask`, which can contain a unit of work for a helper.
+Helpers send `helping`, `answer` and `helped`. The service sends `helper`, `answer` and `gone` to owners, and `help`, `ask` and
+`stop` to helpers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Helping:
             del self._failures[pair]
 
     def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> bool:
-        """Relay a frame if it is about helping with a job. Return False for all other frames."""
+        """Handle a frame that is about helping with a job, and return True. Return False for all other frames."""
         help = self._helps.get(worker.number)
         match message["op"]:
             case "ask":  # sent by an owner

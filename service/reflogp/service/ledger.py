@@ -74,13 +74,13 @@ class Submission:
     Attributes:
         identity: string that identifies the job. Submitting the same identity again does not create a second job.
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
-        lasting: False if no Idempotency-Key was sent and only the dataset's location is known, not its content, which may
-            change later. A submission with `lasting=False` creates a new job if the earlier job with the same identity is done.
-            A submission without an Idempotency-Key also creates a new job if rows of the earlier job refer to image files,
-            because `content` does not cover those files.
-        source: description of the dataset for the worker. The keys are name and split, and where they apply, file, digest,
-            path, uri and config.
-        request, traceparent: X-Request-Id and W3C trace context of the submitting request.
+        lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI is not known,
+            and may change later. A submission with `lasting=False` creates a new job if the earlier job with the same identity
+            is done. A submission without an Idempotency-Key also creates a new job if rows of the earlier job refer to image
+            files, because `content` does not cover those files.
+        source: description of the dataset for the worker: a dict with the keys name and split and, where they apply, file,
+            digest, path, uri and config.
+        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
     """
 
     identity: str
@@ -226,7 +226,7 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue jobs again that are recorded as running although no worker runs them. End those that were cancelled.
+        """Queue again all jobs that are recorded as running although no worker runs them, but end those that were cancelled.
 
         Return the number of jobs that were queued again or ended.
 
@@ -260,7 +260,7 @@ class Ledger:
 
         Args:
             loaded: ids of references whose models are loaded.
-            patience_seconds: how long, in seconds, younger jobs may run ahead of a waiting job.
+            patience_seconds: how long, in seconds, a job must have waited before younger jobs can no longer overtake it.
             but: ids of jobs that are skipped.
         """
         here = list(loaded)
@@ -342,7 +342,7 @@ class Ledger:
         return self._file.write(lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """Return (job id, source) of up to `limit` queued jobs whose dataset must be fetched, in queue order.
+        """Return up to `limit` queued jobs whose datasets must be fetched, in queue order, as pairs (job id, source).
 
         Args:
             but: ids of jobs that are skipped.
@@ -383,9 +383,8 @@ class Ledger:
         """Queue a job again after its worker died, or end it if it was cancelled.
 
         Args:
-            suspects, poison: values that the attributes of the same names will have in the job's next Claim.
-            narrowed: whether this death reduced the number of suspects. A death that reduced the number of suspects does not
-                count toward `limit`.
+            suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
+            narrowed: whether this death reduced the number of suspects. If so, it does not count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
@@ -449,7 +448,7 @@ class Ledger:
         self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
 
     def uploads(self) -> list[dict[str, Any]]:
-        """Return a dict with name, file, bytes, sha256 and uploaded_at for every upload, sorted by name."""
+        """Return all uploads, sorted by name, as dicts with the keys name, file, bytes, sha256 and uploaded_at."""
         return [dict(row) for row in self._all("select * from upload order by name")]
 
     def upload(self, name: str) -> dict[str, Any] | None:
@@ -480,7 +479,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a completed job with this summary may be returned for a new submission with the same identity."""
+    """Return whether a new submission may be answered with the completed job of the same identity, given that job's summary."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -500,7 +499,7 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
 
 
 def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
-    """Queue the jobs that match an SQL condition again, or end them if they were cancelled. Return how many matched."""
+    """Queue again all jobs that match an SQL condition, but end those that were cancelled. Return how many matched."""
     query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
     changed = db.execute(query, [_now(), note, *values])
     db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
@@ -535,7 +534,8 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
     """Return a row of the table `job` as a Claim.
 
-    Jobs recorded by an older version of reflogp have no row in the table `origin`; then `origin` is None.
+    `origin` is the job's row in the table `origin`, or None for a job without such a row, which an older version of reflogp
+    recorded.
     """
     return Claim(
         row["id"],

@@ -156,7 +156,7 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Attempt a write and update `trouble`. If the file was found to be damaged, check the file again.
+        """Attempt a write, check the file again if it was found to be damaged, and update `trouble`.
 
         Raise no error if the ledger cannot be used.
         """
@@ -292,7 +292,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Open a new connection in place of the one that failed. If this is not possible, keep the failed connection."""
+        """Replace a connection that failed with a new one. If no new connection can be opened, keep the failed one."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:

@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that ends the line of each record with the ids of the job and the request that the record is about."""
+    """A log formatter that appends the ids of the job and the request that a record is about to the record's line."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

@@ -94,7 +94,7 @@ class Metrics:
         Args:
             jobs: number of jobs in each state. None leaves the job gauges unchanged.
             online_tokens: number of tokens in queued online requests.
-            memory: resident memory of each process in bytes, by the name of the process.
+            memory: resident memory of each process in bytes, by process name.
         """
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))
@@ -107,7 +107,7 @@ class Metrics:
 class Timed:
     """Middleware that counts and times requests by route and status.
 
-    The measured time of a request ends with the last byte of its response.
+    A request is timed until the last byte of its response has been sent.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

@@ -185,7 +185,7 @@ class Job(BaseModel):
         """Return a copy of the job without the data that only its first submitter and callers with the scope `read` may see.
 
         Args:
-            asked: the caller's own submission of the same job, if any. Its settings and dataset replace those of the first
+            asked: the caller's submission of the same job, if any. Its settings and dataset replace those of the first
                 submission.
         """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})

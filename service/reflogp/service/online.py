@@ -159,10 +159,10 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Resend the requests of a worker that died, and return True if the worker was computing any of them.
+        """Queue the unanswered requests of a dead worker for its next process; return whether the worker was computing any.
 
-        The requests that the worker was computing are marked, so that each will be computed alone. A request fails once _DEATHS
-        workers have died while computing it.
+        Each request that the worker was computing will then be computed alone. A request fails once _DEATHS workers have died
+        while computing it.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -231,7 +231,7 @@ class OnlineScoring:
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
         """Choose the worker for a request.
 
-        Prefer workers that respond in time, then workers that have loaded the model, then workers with few queued tokens.
+        The criteria, in order of importance: the worker responds in time, has loaded the model, and has few queued tokens.
 
         Raises:
             Problem: 503 if no worker can respond, 429 if too many tokens are queued.
@@ -269,7 +269,7 @@ class OnlineScoring:
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """Look up each sequence's stored values (None if there are none); return them and the number of the snapshot."""
+        """Return a list of each sequence's stored values (None for a sequence without values), and the snapshot's number."""
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:

@@ -1,8 +1,8 @@
 """Keep writes to the job ledger in memory until they succeed. Writes for the same job stay in order.
 
-If a job ends while the ledger cannot be written, there is no caller that could retry the write. The write is kept in memory
-until the ledger works again. If the service is killed before the write succeeds, the ledger still lists the job as running.
-When the service is started again, it restarts the job and scores only the sequences that are not stored yet.
+When a job ends, there is no caller to retry a failed write to the ledger. The write is therefore kept in memory until the
+ledger works again. If the service is killed before the write succeeds, the ledger still lists the job as running. When the
+service is started again, it restarts the job and scores only the sequences that are not stored yet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once there was an attempt to write it to the ledger."""
+    """The latest progress of a job. `begun` is True once the first attempt to write it to the ledger has started."""
 
     progress: JobProgress
     committed: bool
@@ -53,7 +53,7 @@ class PendingWrites:
     """A queue of writes that record the progress and final states of jobs.
 
     Args:
-        ledger: the ledger to write to. PendingWrites calls the ledger's methods in threads.
+        ledger: the ledger to write to. Its methods are called in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -79,8 +79,8 @@ class PendingWrites:
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.
-            call: function that writes to the ledger. It is called in a thread, repeatedly until it no longer raises
-                LedgerError, so it must be safe to repeat.
+            call: function that writes to the ledger. It is called in a thread, and called again while it raises LedgerError, so
+                repeated calls must be safe.
             then: called in the event loop with the return value of `call`.
         """
         write = _Write(call, then)
@@ -112,7 +112,7 @@ class PendingWrites:
             await write.settled.wait()
 
     async def run(self) -> None:
-        """Make queued writes, and retry failed writes. This coroutine never returns."""
+        """Execute queued writes, and retry writes that fail. This coroutine never returns."""
         pause = _FIRST_PAUSE
         while True:
             await self._changed.wait()

@@ -1,11 +1,10 @@
-"""Start worker processes, exchange frames with them, monitor them, and restart them when they end.
+"""Start and monitor worker processes, exchange frames with them, and replace those that have exited.
 
 All code in this module runs in the event loop. The pool handles `ready`, `loaded`, `pong` and `dying` frames from workers;
 callbacks handle all other frames.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
-loads a model or computes a forward pass. If a worker does not respond to pings, its whole process has therefore stopped or
-hung.
+loads a model or computes a forward pass. If a worker does not answer pings, its whole process has therefore stopped or hangs.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class WorkerHandle:
         number: index of the worker, starting at 0.
         ready: True if the worker accepts work, False while it is starting.
         loaded: ids of the references whose engines are loaded.
-        deaths: number of this worker's processes that have ended so far.
+        deaths: number of this worker's processes that have exited so far.
         memory_bytes: resident memory of the process at the last check.
         broken: True if several consecutive starts have failed.
-        silent_seconds: how long the worker has left a ping unanswered, or 0 if it has answered every ping.
+        silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
         late: True if an answer to a ping is overdue.
         doing: what the engine is doing ("load" or "pass") and for how many seconds, or None while the engine is idle.
     """
@@ -93,7 +92,7 @@ class WorkerHandle:
 
     @property
     def outgoing_bytes(self) -> int:
-        """Number of bytes that the worker has still to read: those already sent, and those queued."""
+        """Number of bytes that the worker has not read yet, including those that are still queued."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
@@ -145,7 +144,7 @@ class Pool:
         configurations: one configuration per worker.
         start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
-        on_death: called when a worker's process has ended, with the reason; never called while the pool is closing.
+        on_death: called with the reason when a worker's process has exited, except while the pool is closing.
         max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
             operating system does not kill some other process.
         silence_seconds: maximum time that a worker may take to answer a ping before it is killed. A worker that is still
@@ -223,7 +222,7 @@ class Pool:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """Run one process of a worker, and return why the process ended."""
+        """Run one process of a worker, and return why the process exited."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:

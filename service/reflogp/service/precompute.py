@@ -322,7 +322,7 @@ class Precompute:
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         """Handle a frame from a worker.
 
-        Such a frame reports on the worker's job, carries a message for another worker, or says that the worker is ready.
+        The frame reports on the worker's job, carries a message for another worker, or says that the worker is ready.
         """
         if self._helping.on_frame(worker, message, body):
             return
@@ -345,7 +345,7 @@ class Precompute:
         """Handle the end of a worker's process: queue its job again, or fail the job if its workers have died too often.
 
         Args:
-            blame: False if the worker died while it was computing an online request; the job is then not to blame.
+            blame: whether the job may have killed the worker: False if the worker was computing an online request when it died.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
@@ -385,8 +385,7 @@ class Precompute:
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
         """Take a job off its worker and record the job's new state.
 
-        The write is queued before the job is removed from `_running`, so that `_requeue_lost` does not mistake the job for a
-        lost one.
+        The write is queued before the job is removed from `_running`; otherwise, `_requeue_lost` might queue the job again.
         """
         job = running.claim.id
         recorded = self._pending.put(job, *write)
@@ -399,7 +398,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the ledger write that records how the worker's run of a job ended."""
+        """Return the ledger write that records how a job ended on its worker."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -515,7 +514,7 @@ class Precompute:
     def _find_help(self, owner: int, running: _Running) -> None:
         """Ask workers that have no job to help with a running job.
 
-        Queued jobs take precedence: a helper that is given a queued job stops helping.
+        Queued jobs take precedence: a helper stops helping as soon as it is assigned a queued job.
         """
         assert self._pool is not None
         if self._wanted.is_set() or self._closing or running.stop_reason is not None:
@@ -584,7 +583,7 @@ class Precompute:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
-        """Return the location that a worker will read the dataset from.
+        """Check that a dataset may be used, and describe it for a worker, as in Submission's attribute `source`.
 
         Raise Problem if the dataset is not allowed or cannot be read.
         """
@@ -630,7 +629,7 @@ class Precompute:
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:
-        """Every hour, delete old jobs and dataset files that are no longer needed. This coroutine never returns."""
+        """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             steps: list[Callable[[], object]] = [

@@ -130,7 +130,7 @@ def _methods_here(request: Request) -> list[str]:
 
 
 def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Yield all routes, also those of routers that newer FastAPI versions keep nested in `routes`."""
+    """Yield all routes, including those of routers that newer FastAPI versions keep nested in `routes`."""
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:

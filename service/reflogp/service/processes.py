@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return the number of bytes that were sent to the process and are not yet known to have been read."""
+        """Return the number of bytes that were sent to the process but may not have been read yet."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None when the process has ended."""

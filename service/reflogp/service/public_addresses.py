@@ -1,6 +1,6 @@
 """Check whether an IP address is public.
 
-This module has its own table of special networks, because the one in Python's ipaddress differs between Python versions.
+The special networks are listed here, because the list in Python's ipaddress module differs between Python versions.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ class Relay:
         """Start the process and return its process id.
 
         Args:
-            probes: files that the service has written to the folders that it shares with the worker.
+            probes: files that the service has written to folders that the node must share with it.
 
-        Raise EngineError if a probe does not exist on this node.
+        Raise EngineError if a probe is not visible on this node, because its folder is then not shared.
         """
         for file in probes:
             require_visible(file)

@@ -1,7 +1,7 @@
 """Limit the total memory used by all requests in progress.
 
-A route reserves a request's memory before it reads the body. Therefore, requests that are waiting for memory hold no memory
-yet, so they cannot block each other. If a request needs more memory later, it does not wait: it gets the memory at once or
+A route reserves a request's memory before it reads the body. A request that is waiting for memory therefore holds none, so
+waiting requests cannot block each other. If a request needs more memory later, it does not wait: it gets the memory at once or
 fails with 503. Small requests have their own share of the memory, so they never wait for large ones. Within a share, requests
 are served in order of arrival.
 """
@@ -33,8 +33,8 @@ _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 def give_memory_back() -> None:
     """Make the C library return large blocks to the operating system as soon as they are freed.
 
-    By default, glibc returns only blocks above a minimum size, and whenever a larger block is freed, it may raise that minimum,
-    up to 32 MiB. This function prevents that. With other C libraries, this function does nothing.
+    By default, glibc returns only blocks above a minimum size, and may raise that minimum (up to 32 MiB) whenever a larger
+    block is freed. This function sets a fixed minimum. With other C libraries, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -159,7 +159,7 @@ class Reservation:
     def resize(self, count: int) -> None:
         """Change the reservation to `count` bytes without waiting.
 
-        If requests could wait for more memory while keeping what they have, they could block each other forever.
+        The method does not wait, because requests that wait for more memory while holding some could block each other forever.
 
         Raises:
             Problem: 413 if one request may not use this much memory, 503 with Retry-After if the memory is not currently free.

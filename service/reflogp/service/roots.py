@@ -23,7 +23,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
 
     For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative names and sha256 digests of the
-    dataset files in the folder. Hidden files, and files without the suffix of a dataset format, do not count, because jobs do
+    dataset files in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
     not read them.
 
     Raises:

@@ -67,9 +67,9 @@ class SameSiteGuard:
     Args:
         allowed_hosts: host names to accept in requests. `*.example.org` accepts all subdomains of example.org. Loopback names
             are always accepted.
-        has_tokens: True if the service requires tokens. A service that requires tokens accepts all IP addresses, and accepts
-            all names if `allowed_hosts` is empty, because a page under an attacker's host name has neither a token nor a cookie
-            for this service.
+        has_tokens: True if the service requires tokens. A service that requires tokens accepts all IP addresses and, if
+            `allowed_hosts` is empty, all names. This is safe, because a page under an attacker's host name has neither a token
+            nor a cookie for this service.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
@@ -114,8 +114,8 @@ class SameSiteGuard:
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
     """Return whether a request's headers show that a browser sent it on behalf of another site's page.
 
-    Links on other sites are allowed to open pages of this service. Return False for a request with neither Sec-Fetch-Site
-    nor Origin.
+    Links on other sites may open pages of this service, so return False for the request that opens a page through a link. Also
+    return False for a request with neither Sec-Fetch-Site nor Origin.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if method in SAFE_METHODS:
@@ -130,7 +130,7 @@ def is_from_elsewhere(method: str, headers: Headers) -> bool:
 def is_of_own_page(headers: Headers) -> bool:
     """Return whether a form was sent from a page of this service.
 
-    The Sec-Fetch-Site header decides; if the request has no Sec-Fetch-Site header, the Origin header decides.
+    This is decided by the Sec-Fetch-Site header or, if the request has none, by the Origin header.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:

@@ -45,7 +45,8 @@ class UploadFolder:
     """The folder of uploaded files, and the names of the uploads.
 
     Args:
-        folder: path of the folder, which is created if it does not exist. Partial files left by a killed service are deleted.
+        folder: path of the folder, which is created if it does not exist. Incomplete files left behind by a killed service are
+            deleted.
         ledger: records the names of uploads.
         settings: limits on uploads.
         room: limits the total size of uploads and fetched datasets.
@@ -92,7 +93,7 @@ class UploadFolder:
 
         The file is kept for ten minutes, and after that for as long as a job needs it.
 
-        Raise the same Problems as `receive`, except the Problems about the name.
+        Raise the same Problems as `receive`, except those about the name.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest

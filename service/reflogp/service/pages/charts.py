@@ -39,7 +39,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
         name: id that is unique on the page, made of letters, digits and hyphens.
         title: title of the chart, which says what is counted.
         unit: unit of the edges, shown below the axis.
-        values: counts and edges; bars may have equal or unequal widths.
+        values: counts and edges of the bars, which may differ in width.
     """
     total = sum(values.counts)
     low, high = (values.edges[0], values.edges[-1]) if values.edges else (0.0, 0.0)

@@ -74,9 +74,9 @@ def jobs_router(context: Context) -> APIRouter:
         """Submit a job, or return the existing job if the same job was submitted before.
 
         Two submissions with the same token and the same Idempotency-Key are the same job. Without a key, two submissions are
-        the same job if they have the same reference and tokenizer, the same dataset (compared by its bytes or its URI, and also
-        by its path if the job names one), and the same settings other than priority and title. If the existing job has failed
-        or was cancelled, it is queued again.
+        the same job if they have the same reference, tokenizer, dataset and settings. Datasets are compared by their bytes or
+        URI and, if the job names a path, also by the path. Settings are compared without priority and title. If the existing
+        job has failed or was cancelled, it is queued again.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
@@ -273,7 +273,7 @@ def _settings_of_query(
 ) -> JobSettings | None:
     """Return the settings from the query string, or None if it names no reference.
 
-    The settings are in the query string if the request body is the dataset itself.
+    The query string contains the settings if the request body is the dataset itself.
     """
     if reference is None:
         return None

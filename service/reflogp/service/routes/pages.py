@@ -276,7 +276,7 @@ def _shown(value: object) -> object:
 def _local(target: str) -> str:
     """Return `target` if it is a path on this service; otherwise return the path of the list of jobs.
 
-    Some targets look like local paths, but browsers open another site: they treat //host as a URL of that host, read a
+    Some targets look like local paths but make browsers open another site: browsers treat //host as a URL of that host, read a
     backslash as a slash, and ignore tabs and line ends. Such targets are rejected.
     """
     fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()

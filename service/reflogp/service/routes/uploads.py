@@ -65,7 +65,7 @@ def uploads_router(context: Context) -> APIRouter:
         the file's format.
 
         If the new file replaces an earlier upload with the same name, jobs that were submitted with the earlier upload still
-        read its file.
+        read the earlier file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")

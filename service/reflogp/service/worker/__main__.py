@@ -1,11 +1,11 @@
 """Run a worker process.
 
 The process reads frames from stdin and writes frames to stdout. It runs until the service sends the frame `exit`, or until the
-service itself ends.
+service itself exits.
 
-The process has four threads. The main thread owns the engines and alternates between online requests and a job. Each of the
-other three threads has one task: reading frames, running jobs, or committing the values of online requests. Start the process
-with `python -m reflogp.service.worker`. Logs go to stderr. The service and the worker exchange these frames:
+The process has four threads. The main thread owns the engines and alternates between online requests and a job. The other three
+threads read frames, run jobs, and commit the values of online requests. Logs go to stderr. The process is started
+with `python -m reflogp.service.worker`. The service and the worker exchange these frames:
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -64,7 +64,7 @@ class _Ordered:
     """An order from the service to run a job, or to help with another worker's job.
 
     Attributes:
-        helpers: workers that help with the job to be run; None if the order is to help with another worker's job.
+        helpers: workers that help with the job; None if the order is to help with another worker's job.
         why: reason why the worker must stop carrying out the order, or None if it may continue.
         asked: requests from the worker that runs the job; used only if the order is to help with another worker's job.
     """
@@ -121,7 +121,7 @@ class Worker:
         self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the service. If the service has ended, shut down the worker."""
+        """Send a frame to the service. If the service has exited, shut down the worker."""
         try:
             with self._sending:
                 self._out.write(encode(message, body))
@@ -130,7 +130,7 @@ class Worker:
             self.end()
 
     def run(self, source: BinaryIO) -> None:
-        """Run until the service sends `exit` or ends."""
+        """Run until the service sends `exit` or exits itself."""
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
@@ -146,7 +146,7 @@ class Worker:
         self._write_back.close()
 
     def end(self) -> None:
-        """Commit the job's values and stop the job, finish the current round of online requests, and make `run` return."""
+        """Stop the job after committing its values, finish the current round of online requests, and make `run` return."""
         if not self._ending:
             self._ending = True
             self._orders.put(None)
@@ -352,7 +352,7 @@ class Worker:
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check that a model can be loaded. This check precedes the unloading of other models to make room for it.
+        """Check that a model can be loaded, before other models are unloaded to make room for it.
 
         Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the model
         does not fit on the device.

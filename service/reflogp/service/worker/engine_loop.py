@@ -46,7 +46,7 @@ Landed = list[tuple[int, Outcome]]
 
 
 class DeviceLostError(Exception):
-    """A forward pass failed, so this worker ends. Its job continues on another worker, or after this worker restarts."""
+    """A forward pass failed, so this worker exits. Its job continues on another worker, or after this worker restarts."""
 
 
 class ModelUnloadedError(Exception):
@@ -55,7 +55,7 @@ class ModelUnloadedError(Exception):
 
 @dataclass
 class OnlineRequest:
-    """An online request: sequences that a client is waiting to have scored.
+    """An online request: sequences to score while a client waits.
 
     Attributes:
         id: id that the service assigned to the request.
@@ -191,7 +191,7 @@ class Engines:
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
         """Return True if an engine may be unloaded in favour of another engine.
 
-        This is the case if it was loaded at least `resident_seconds` ago or last used at least `idle_seconds` ago.
+        It must have been loaded at least `resident_seconds` ago or last used at least `idle_seconds` ago.
         """
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
@@ -228,8 +228,8 @@ class EngineLoop:
         engines: engines of the device.
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
-        window_seconds: time that a request waits for other requests to join its round. A request waits only if, shortly before,
-            one request arrived while another was still waiting or being computed.
+        window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
+            overlapped recently: one arrived while another was still waiting or being computed.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class EngineLoop:
     def forget(self, request_id: str) -> None:
         """Remove a request that no client is waiting for any more.
 
-        A request that the engine has already started is still finished.
+        A request that the engine has already started is still completed.
         """
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
@@ -409,8 +409,8 @@ class EngineLoop:
     def _ready_work(self) -> _Work | None:
         """Return the job's work if the loop should compute a pass of it now, otherwise None.
 
-        No pass should be computed while the job waits for new sequences to be read, while its thread still has _AHEAD results
-        to read, or while another model would have to be unloaded first but was loaded and used too recently for that.
+        No pass should be computed while the job waits for new sequences to be read, or while its thread still has _AHEAD
+        results to read. The same applies while a model that was both loaded and used recently would have to be unloaded first.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

@@ -70,7 +70,7 @@ class Helpers:
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Does nothing, because a job needs no helpers: its own worker can compute everything."""
+        """See Workers.look. Does nothing, because the job's worker can compute everything without helpers."""
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle a frame about a helper. Ignore frames about other jobs, because those jobs have ended."""
@@ -176,7 +176,7 @@ def help_with(
 ) -> None:
     """Help with a job until `check` raises an error.
 
-    Values computed before the error are committed. The remaining units of work go back to the job's worker.
+    Values computed before the error are committed. The job's worker reassigns the remaining units of work.
 
     Args:
         asked: queue of requests from the job's worker.
@@ -184,7 +184,7 @@ def help_with(
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: image processors of the model.
 
-    This function passes on the errors raised by `check`, by the engine and by the store.
+    Errors raised by `check`, by the engine and by the store are passed on to the caller.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)

@@ -113,7 +113,7 @@ class Progress(ProgressCallbacks):
     """Progress of a running job, reported at most four times per second, and after each commit.
 
     Attributes:
-        problems: reason why a row has no values, by row number.
+        problems: row number -> reason why the row has no values.
 
     Args:
         job: the job's callbacks. Only `report` and `check` are called.
@@ -214,11 +214,11 @@ def run_job(
     Return the same summary as `reflogp score --json`, with an additional entry `image_files`: True if any row names an image
     file.
 
-    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the
-    model's folder when the job starts. If a dataset or tokenizer file is modified while the job runs, the job starts over;
-    it fails if the dataset's content has changed. Values computed before a file was modified stay valid, because each value is
-    stored under a key computed from the token ids, in a table of the reference. The digest does not cover images that rows name
-    by path; if such an image changes, its rows get other keys, because keys also depend on the images' pixels.
+    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the model's
+    folder when the job starts. If a dataset or tokenizer file is modified while the job runs, the job starts over; it fails if
+    the dataset's content has changed. Values computed before a file was modified stay valid, because each value is stored under
+    a key computed from the token ids, in a table of the reference. The digest does not cover images that rows name by path. If
+    such an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
 
     Args:
         helpers: other workers that score parts of the job.

@@ -25,7 +25,7 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine itself only calls methods of this engine that run no forward pass.
+        engine: the engine that the loop uses. JobEngine itself calls only methods that run no forward pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
@@ -125,7 +125,7 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """An iterator over incoming groups of sequences that holds back the suspects.
+    """An iterator that passes on incoming groups of sequences, but holds back the suspects.
 
     Iteration stops at a group that contains suspects. After a call to `take_suspects`, iteration continues with the rest of
     that group.
@@ -171,7 +171,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    Each time a worker dies, the number of suspects is then at least halved.
+    This way, about half of the suspects or fewer remain after each death of a worker.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2

@@ -94,7 +94,7 @@ class JobOrder:
     Attributes:
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset; other users may be able to write to the folder. `root` is None if
+        root: allowed root folder that contains the dataset. Other users may be able to write to this folder. `root` is None if
             the dataset is in the service's own folder.
         result, report: paths of the job's result and report, which the worker writes.
         suspects, poison: see the arguments of JobEngine.

@@ -1,7 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the store's
-snapshot at that time.
+At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the snapshot
+that is then the latest.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def write_result(
     the values, and `reflogp.coverage` counts the rows that have values.
 
     Args:
-        problems: reason why a row could not be scored, by row number.
+        problems: row number -> reason why the row could not be scored.
         check: called for each group of rows; raises an error to stop the job.
     """
     means, dropped, named = _Means(), 0, []
