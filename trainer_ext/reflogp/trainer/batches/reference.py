@@ -1,4 +1,4 @@
-"""Supply a framework with stored values for its padded batches, through an object that replaces its reference model.
+"""Supply stored values for a framework's padded batches, through an object that takes the place of the reference model.
 
 The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
 """
@@ -47,7 +47,7 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class BatchReference(ReferenceDuringTraining):
-    """The reference log-probs for padded batches, from a store or a service.
+    """An object that supplies the reference log-probs of padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. During training, the
     tokens of each row in a batch identify the row's values, so shuffling, packing and evaluation need no special handling.
@@ -164,7 +164,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """What the run's first process found when it looked up the values. All processes receive this result."""
+    """The result of the lookup by the run's first process. All processes receive it."""
 
     where: Where
     scored: dict[str, int]
@@ -176,8 +176,8 @@ def look_up_rows(
     """Return the values for all rows of the given datasets; every process gets the same values.
 
     The first process on each node reads the datasets. The first process of the run finds the missing sequences, and has them
-    scored if `source` or `run_command` requests it, while the other processes wait. Each node then reads the values of one
-    snapshot into a file that its processes map into memory.
+    scored if `source` or `run_command` requests it, while the other processes wait. The first process on each node then writes
+    the values of the same snapshot to a file, which all processes on the node map into memory.
 
     Args:
         datasets: the datasets by name.
@@ -238,8 +238,8 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
-    """Return the opened values and an empty string. If the store has no values for this reference, return None and a message
-    that says so."""
+    """Open the source, and return its values and an empty string. If the store has no values for this reference, return None
+    and a message that says so."""
     try:
         return source.open(), ""
     except (ReferenceNotFoundError, StoreNotFoundError) as error:

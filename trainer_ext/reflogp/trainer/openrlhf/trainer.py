@@ -104,8 +104,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """Run DPOTrainer's forward pass and count the forward passes; for the first batch, also compare policy and
-        reference."""
+        """Run DPOTrainer's forward pass, and count the models' forward passes. On the first batch, also compare the policy's
+        log-probs with the reference's."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
@@ -119,7 +119,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     ) -> None:
         """Log and save as DPOTrainer does, but average the logged metrics over all processes.
 
-        DPOTrainer itself takes some of these averages over the first process's batches only.
+        DPOTrainer averages some of these metrics over only the first process's batches.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)
