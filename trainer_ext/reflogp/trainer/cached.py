@@ -63,8 +63,8 @@ class CachedReferenceMixin(_AnyTrainer):
 
     Args:
         reference: where the reference log-probs are stored.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
-            first batch are compared with the joined values before the first step. Pass False if the policy starts from
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the joined values before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes in use (reflogp.trainer.tolerances).

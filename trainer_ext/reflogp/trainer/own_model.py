@@ -36,9 +36,9 @@ def computes_references(trainer: Any) -> bool:
 def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
-    The model can compute them if it has an adapter that can be turned off, or if the policy starts at the reference. In both
-    cases, the weights without adapters must not have changed since the trainer was created. All processes must call this
-    function together.
+    The model can compute them if it has an adapter that can be turned off, or if the policy starts from the reference's
+    weights. In both cases, the weights without adapters must not have changed since the trainer was created. All processes must
+    call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start from the reference's weights (policy_starts_at_reference=False)"

@@ -138,7 +138,7 @@ class ReferenceSource:
         return of_run
 
     def of(self, reference: Reference) -> ReferenceSource:
-        """Return a copy of this source that looks up the values of `reference`, which `chosen_for` returned."""
+        """Return a copy of this source that looks up the values of `reference` (the result of `chosen_for`)."""
         found = copy.copy(self)
         found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found

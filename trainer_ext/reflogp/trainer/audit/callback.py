@@ -77,7 +77,7 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model, and a reference that was scored in a different dtype than the policy's is
+            on the dtypes and the type of model. A reference that was scored in a different dtype than the policy's is then
             rejected.
         spot_rows: number of rows to score in the spot check.
 
@@ -133,8 +133,8 @@ class ReferenceAudit(TrainerCallback):
     def attach(self, trainer: Any) -> ReferenceAudit:
         """Audit a trainer's runs: add this callback to the trainer, and wrap its `training_step`.
 
-        The audit expects a TRL trainer's policy to start as the reference model. If the policy starts from different weights,
-        set `trainer.policy_starts_at_reference = False`.
+        The audit expects a TRL trainer's policy to start from the reference's weights. If the policy starts from different
+        weights, set `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
             raise UsageError("this audit already watches a trainer; create a separate ReferenceAudit for each trainer")

@@ -1,6 +1,6 @@
 """Compare two computations of the same log-probs, for the step-0 gate and for spot checks.
 
-Before the first step, a policy that starts at the reference must reproduce the joined log-probs.
+Before the first step, a policy that starts from the reference's weights must reproduce the joined log-probs.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class StoredReference:
     Attributes:
         source: where the values are stored.
         run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
-        policy_starts_at_reference: whether the policy starts as the reference. If True, the first batch is compared with the
-            stored values.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the stored values.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose a tolerance
             by dtype.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
@@ -55,7 +55,7 @@ class BatchReferenceMixin(_AnyTrainer):
 
     Attributes:
         ref_model: the BatchReference that supplies the stored values.
-        joins: a record of what was looked up and where, by dataset name. The records are also in
+        joins: a record of each dataset's lookup and its source, by dataset name. The records are also in
             `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """

@@ -67,7 +67,7 @@ class BatchReference(ReferenceDuringTraining):
         RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        joins: a record of what was looked up and where, by dataset name.
+        joins: a record of each dataset's lookup and its source, by dataset name.
         where: the source, reference and snapshot of the values.
 
     Examples:
@@ -105,7 +105,7 @@ class BatchReference(ReferenceDuringTraining):
 
         Returns:
             log-probs in nats, float32 of shape (B, L - 1), on the device of `input_ids`. Entry t of a row is the log-prob of
-            the row's token t + 1; entries before the row's completion and in its padding are 0.
+            the row's token t + 1; entries before the row's completion and at padding are 0.
 
         Raises MissingLogpsError if a row is not in any of the datasets.
         """
@@ -186,7 +186,7 @@ def look_up_rows(
         run_command: whether to score missing sequences on this machine, by running `reflogp score` in a separate process.
 
     Returns:
-        the values, and a record of what was joined, by dataset name.
+        the values, and a record of each dataset's lookup, by dataset name.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.

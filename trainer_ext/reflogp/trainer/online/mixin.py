@@ -39,10 +39,10 @@ class RemoteReferenceMixin(_AnyTrainer):
         reference: the service, and the name of one of its reference models.
         reference_deadline: maximum number of seconds to wait for the values of one batch. The training step waits this long for
             a slow or restarting service before an error is raised.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the first batch's values are
-            compared with the policy's log-probs before the first step.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the service's before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtype, and a service that computes in a different dtype than the policy is rejected.
+            on the dtype. A service that computes in a different dtype than the policy is then rejected.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:

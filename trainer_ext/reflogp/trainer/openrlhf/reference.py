@@ -56,7 +56,7 @@ class CachedReference(BatchReference):
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: a record of what was joined and from where, by dataset name.
+        joins: a record of each join and its source, by dataset name.
         model: always None, so that OpenRLHF's strategy finds no model to wrap.
     """
 

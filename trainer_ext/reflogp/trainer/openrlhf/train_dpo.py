@@ -4,7 +4,7 @@
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
 OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two classes that the module imports are replaced:
-Actor, which creates the models, and DPOTrainer. Any launcher can start this module, which runs once in each process.
+Actor, which creates the models, and DPOTrainer. This module runs once in each process, and can be started by any launcher.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         reference: where the reference log-probs are stored.
         run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
             separate process.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
-            first batch are compared with the stored values before the first step.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the stored values before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
