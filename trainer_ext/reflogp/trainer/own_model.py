@@ -119,7 +119,7 @@ def fill_in(
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
     """Return the reason why the weights of a trainer's model may differ from those in the reference's files, or an empty string
-    if they are equal."""
+    if no difference was found. Only the first rows of each weight tensor are compared."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="

@@ -41,9 +41,9 @@ class ReferenceSource:
         dtype: dtype in which the reference was scored, spelled as in `reflogp score --dtype`. The reference id depends on it.
             "auto" selects the dtype of `reference_id` if an id is given, and otherwise the only dtype in which the location
             offers values of the model. If the location offers none, "auto" selects the dtype in which the run computes. If it
-            offers values in several dtypes, "auto" selects the run's dtype, which must be one of them. CachedDPOTrainer and
-            CachedKTOTrainer determine the run's dtype from the policy and its mixed precision; all other code that uses a
-            source assumes bfloat16.
+            offers values in several dtypes, "auto" selects the run's dtype, which must be one of them. CachedDPOTrainer,
+            CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift determine the run's dtype from the policy
+            and its mixed precision. All other code that uses a source assumes bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of a snapshot, or None for the latest snapshot when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
