@@ -1,8 +1,9 @@
 """Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
 TRL calls its hook `_precompute_ref_logps` with the dataset after tokenising and filtering it. The mixin overrides the hook to
-add the reference columns, which the loss reads and which TRL's column pruning keeps. For trainers without the hook (DPO in TRL
-0.28 and older), the columns are added after the trainer is constructed. All other training code is TRL's.
+add the reference columns. The loss reads these columns, and TRL does not remove them with the unused columns. For trainers
+without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. All other training code is
+TRL's.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class CachedReferenceMixin(_AnyTrainer):
 
     Args:
         reference: where the reference log-probs are stored.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
-            first batch are compared with the joined values before the first step. Pass False if the policy starts as another
-            model, for example from a later checkpoint.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the joined values before the first step. Pass False if the policy starts from
+            different weights, for example from a later checkpoint.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes in use (reflogp.trainer.tolerances).
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
@@ -169,8 +170,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """Join datasets that TRL does not pass to the hook: those of trainers without the hook, streams, and pairs with
-        images."""
+        """Join the datasets that TRL does not pass to the hook: streams, pairs with images, and all datasets of a trainer
+        without the hook."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
@@ -188,7 +189,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _join(self, dataset: Any, name: str) -> Any:
         """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        A dataset that has rows without values is returned unchanged. The error about these rows is raised only after all
+        If rows have no values, the dataset is returned unchanged, and the error about these rows is raised only after all
         datasets have been looked up.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
@@ -232,8 +233,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenised rows. TRL has already tokenised all datasets except pairs with images, which this method
-        tokenises."""
+        """Return a dataset's tokenised rows. TRL has already tokenised all datasets except those of pairs with images, which
+        are tokenised here."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -268,7 +269,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
 
     def _reference_settings(self) -> TrainerSettings:
-        """Return those settings of the run's config that affect the reference's sums.
+        """Return the settings in the run's config that affect the reference's sums.
 
         TRL 0.28 and older do not apply ld_alpha to the reference.
         """
@@ -278,7 +279,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
         """Return a join's sums in the form that the trainer's loss reads.
 
-        For the IPO loss, TRL 0.28 and older divide the policy's and the reference's log-probs by the number of tokens.
+        For the IPO loss, TRL 0.28 and older expect means over tokens, so the sums are divided by the number of tokens.
         """
         if not self._is_legacy or "ipo" not in self.args.loss_type:
             return join.logps
@@ -289,11 +290,11 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _is_legacy(self) -> bool:
-        """Return True if TRL is older than 0.29, which has no hook and does not apply ld_alpha to the reference."""
+        """Return True if TRL is older than 0.29. Such a version has no hook and does not apply ld_alpha to the reference."""
         return not hasattr(super(), HOOK)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does, after joining the given dataset with its stored values.
+        """Join the given dataset with its stored values, then evaluate on it as TRL does.
 
         Versions of TRL before 1.7 do not tokenise a dataset that is passed to `evaluate`, so this method prepares it before the
         join.
@@ -334,7 +335,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
 
 def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the datasets among a trainer's arguments, each with its name for messages."""
+    """Yield each dataset among a trainer's arguments, with the name that messages use for it."""
     for name, given in (*(("given", value) for value in more), *kwargs.items()):
         name = name.removesuffix("_dataset")
         if isinstance(given, dict):

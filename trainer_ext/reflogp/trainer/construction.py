@@ -1,7 +1,7 @@
-"""Prevent a trainer's constructor from creating a reference model, and undo its changes to the arguments if it fails.
+"""Prevent a trainer's constructor from creating a reference model, and undo the constructor's changes to its arguments if it
+fails.
 
-With stored values, TRL must not load or copy a reference model, hash the policy's weights, or use a reference model during
-training.
+With stored values, TRL must not load, copy or use a reference model, and does not need to hash the policy's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """A placeholder for TRL's reference model that cannot be used as a model.
+    """A placeholder that takes the place of TRL's reference model, but cannot be used as a model.
 
     The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
     placeholder, move it or read its attributes raises an error.
@@ -36,13 +36,13 @@ class NoReferenceModel:
 
 
 class ReferenceDuringTraining(NoReferenceModel):
-    """A placeholder that replaces a reference model and supplies its values during training, so datasets need no reference
+    """An object that replaces a reference model and supplies its log-probs during training, so datasets need no reference
     columns.
 
     Attributes:
         where: the source, reference and snapshot of the values.
-        of_generated_text: whether the values are for text that the policy generates. If so, the policy also runs forward passes
-            to generate this text.
+        of_generated_text: whether the values are for text that the policy generates. If True, the policy also runs forward
+            passes to generate the text.
     """
 
     where: Where
@@ -61,16 +61,15 @@ def refuse_reference_model(trainer: str, ref_model: Any) -> None:
 
 @contextmanager
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
-    """Within the block, prevent the trainer's TRL modules from creating a reference model and from hashing the policy.
+    """Within the block, prevent TRL from creating a reference model and from hashing the policy's weights.
 
-    TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
-    when it precomputes log-probs. TRL 1.1 and older always create a reference model, with `create_model_from_path` or
-    `create_reference_model`. TRL's functions that hash the policy or create a reference model are replaced in all modules that
-    `trl_modules` returns.
+    To name its cache file, TRL 1.15 and newer hash the policy's weights (`hash_module`). Under FSDP, they also load a reference
+    model, even if they precompute log-probs. TRL 1.1 and older always create a reference model, with `create_model_from_path`
+    or `create_reference_model`. Within the block, these functions are replaced in all modules that `trl_modules` returns.
 
     Args:
         trainer_class: the class of the trainer.
-        policy_is_path: whether the policy is given as a path, in which case the first model that TRL creates is the policy.
+        policy_is_path: whether the policy is given as a path. If True, the first model that TRL creates is the policy.
     """
     policies_left = 1 if policy_is_path else 0
 
@@ -101,8 +100,8 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
     """Record the state of the given objects, and restore it if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, insert LoRA layers into a plain model, replace a model's `forward`,
-    disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second trainer that gets the
-    same objects would start with changed objects.
+    disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second attempt to create a
+    trainer with the same objects would start from changed objects.
 
     Args:
         given: models and tokenizers; other objects are ignored. Models are not moved back to their original devices.

@@ -34,7 +34,7 @@ class Found:
     Attributes:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
-        asked: the keys and completion lengths that were looked up for this process's rows.
+        asked: the keys that were looked up for the dataset's rows, and the lengths of the rows' completions.
         columns: the values in nats of each reference column, float32 of shape (n,), by column name; NaN for the rows in
             `misses`.
         misses: rows without values, or None if every row has values.
@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """The result when the store does not exist or has no values for the reference, so that every row is missing.
+    """The result if the store does not exist or has no values for the reference, so that every row is missing.
 
     Attributes:
         error: the error that was raised when the store was opened.
@@ -60,8 +60,8 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """If the source has no reference dtype yet, let the first process choose one for a policy that computes in `dtype`. Return
-    the source with that dtype."""
+    """If the source has yet to choose a dtype (dtype="auto"), let the first process choose one for a policy that computes in
+    `dtype`. Return the source with the chosen dtype."""
     if not source.chooses_dtype:
         return source
 
@@ -116,12 +116,12 @@ def raise_missing(
     output_dir: Path,
     dtype: str | None,
 ) -> None:
-    """Raise an error that names the missing rows of all datasets, and a single command that scores them.
+    """Raise a single error that names the missing rows of all datasets and the command that scores these rows.
 
     Args:
         misses: the missing rows of each dataset.
         source: where the values were looked up.
-        where: the snapshot in which the values were looked up, or NothingScored.
+        where: the snapshot in which the values were looked up, or NothingScored if there is none.
         settings: the trainer's settings that the sums depend on.
         output_dir: folder in which to write a file with the missing rows' token ids.
         dtype: dtype in which to score if nothing has been scored yet, or None for the source's dtype.
@@ -129,7 +129,8 @@ def raise_missing(
     Raises:
         MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
             instead.
-        RankFailedError: another process raised one of these errors. Only the first process on each node looks up values.
+        RankFailedError: another process raised one of these errors. Only the first process on each node raises the other
+            errors.
     """
 
     def tell() -> None:
@@ -191,7 +192,7 @@ def join_on_all_ranks(
 
 @dataclass(frozen=True)
 class _Sent:
-    """The result that a node's first process sends to the node's other processes."""
+    """The result of a lookup, which a node's first process sends to the node's other processes."""
 
     where: Where
     columns: Columns | None

@@ -1,7 +1,7 @@
 """Join reference log-probs into a tokenised dataset, by key.
 
-The module reflogp.store.joins looks up keys and computes sums. This module handles datasets and the messages about rows without
-values.
+The module reflogp.store.joins looks up keys and computes sums. This module adds the columns to datasets, and reports rows
+without values.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class Misses:
 
     Attributes:
         dataset: name of the dataset.
-        rows: numbers of the rows without values, int64 of shape (n,).
+        rows: indices of the rows without values, int64 of shape (n,).
         of: number of rows in the dataset.
-        has_kl: whether the rows include sequences for KTO's KL term.
-        own_found: whether any row of the dataset has values for its own completion (not that of its KL pair).
+        has_kl: whether the dataset has sequences for KTO's KL term.
+        own_found: whether at least one row of the dataset has values for its own completion (rather than for the completion of
+            its KL pair).
         tokens: the rows' token ids, if this process looked up the rows.
         why: reason why on_miss="compute" could not compute the values, or an empty string.
         has_images: whether the rows contain images.
@@ -79,7 +80,7 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """A record of a join. Its source and its settings are enough to join the same columns again.
+    """A record of a join. It contains the source and the settings that are needed to join the same columns again.
 
     Attributes:
         where: the source, reference and snapshot of the values.
@@ -123,14 +124,14 @@ def join_reference_logps(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> AnyDataset:
-    """Return `dataset` with the added columns ref_chosen_logps and ref_rejected_logps (KTO: ref_logps and ref_KL_logps).
+    """Return `dataset` with the columns ref_chosen_logps and ref_rejected_logps added (for KTO: ref_logps and ref_KL_logps).
 
     Args:
         dataset: tokenised rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
             (IterableDataset) is joined as it is read.
         source: where the values are stored.
-        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL's own precomputation would
-            return.
+        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL would precompute with this
+            config.
         truncation_mode: `truncation_mode` of the trainer's config.
         ld_alpha: `ld_alpha` of the trainer's config.
 
@@ -205,7 +206,7 @@ def answer_rows(
 
 
 def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
-    """Return the rows for which a join found no values, or None if every row has values."""
+    """Return the rows of a dataset for which a join found no values, or None if every row has values."""
     missing = np.flatnonzero(join.missing)
     if not len(missing):
         return None
@@ -231,7 +232,7 @@ def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
 
 
 def missing_error(misses: Sequence[Misses], where: Where, command: str) -> MissingLogpsError:
-    """Return an error that names the missing rows of all datasets, and a single command that scores them."""
+    """Return a single error that names the missing rows of all datasets and the command that scores these rows."""
     place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
     words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
     if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
@@ -266,7 +267,8 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 def with_columns(
     dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Return the dataset with reference columns added, and the names of the reference columns that it already had.
+    """Add reference columns to a dataset, in place of any that it already has. Return the dataset and the names of the replaced
+    columns.
 
     Args:
         columns: the values in nats of each reference column, float32 of shape (n,), by column name.
@@ -296,8 +298,8 @@ def join_stream(
     """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the values, already opened, because Delta's library cannot open them in the forked worker processes of a data
-            loader.
+        values: the opened values. They must be opened in advance, because Delta's library cannot open them in the forked worker
+            processes of a data loader.
         trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for error messages.
     """
@@ -305,7 +307,8 @@ def join_stream(
 
 
 class _StreamJoin:
-    """A function that joins one batch of a stream, in the process that reads the stream (possibly a data loader's worker)."""
+    """A callable that joins one batch of a stream. It runs in the process that reads the stream, which may be a data loader's
+    worker."""
 
     def __init__(self, source: ReferenceSource, values: Values, settings: TrainerSettings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name
@@ -338,7 +341,7 @@ def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
 
 
 def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return the token ids of the given rows, in the columns that the scorer reads."""
+    """Return the token ids of the given rows, under the column names that the scorer expects."""
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 

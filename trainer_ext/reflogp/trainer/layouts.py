@@ -39,13 +39,13 @@ REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a tokenised dataset, and how to convert them.
+    """The columns of a tokenised dataset, and how to convert them to the columns of the newest TRL.
 
     Attributes:
         columns: names of the columns that contain token ids.
         canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
             chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        names: a dictionary from reflogp's names of reference columns to the trainer's names, where the two differ.
+        names: the trainer's names of reference columns, by reflogp's names; only names that differ are listed.
         cut: whether the rows are already truncated.
     """
 
@@ -59,7 +59,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Select the names of reference log-prob columns from the given column names."""
+    """Return the names of reference columns among the given column names."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
@@ -84,7 +84,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Return a table whose completion columns no longer begin with the tokens of the prompt."""
+    """Return the table in the newest TRL's columns, after removing the prompt's tokens from the start of each completion."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:

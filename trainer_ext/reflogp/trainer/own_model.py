@@ -1,5 +1,4 @@
-"""Compute reference log-probs with the trainer's own model, by calling TRL's own function for this purpose in any TRL
-version."""
+"""Compute reference log-probs with the trainer's model, by calling the method that each version of TRL has for this purpose."""
 
 from __future__ import annotations
 
@@ -37,8 +36,9 @@ def computes_references(trainer: Any) -> bool:
 def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
-    The model can compute the values if its adapter can be turned off or if the policy starts at the reference, as long as the
-    underlying weights have not changed since the trainer was created. All processes must call this function together.
+    The model can compute them if it has an adapter that can be turned off, or if the policy starts from the reference's
+    weights. In both cases, the weights without adapters must not have changed since the trainer was created. All processes must
+    call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start from the reference's weights (policy_starts_at_reference=False)"
@@ -46,7 +46,7 @@ def no_own_reference(trainer: Any) -> str:
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the values that TRL would use as a batch's reference log-probs, computed by the policy with any adapter off.
+    """Return a batch's reference log-probs, which TRL's method computes with the policy while any adapter is turned off.
 
     Args:
         trainer: a trainer for which `computes_references` returns True.
@@ -78,13 +78,13 @@ def fill_in(
 ) -> str:
     """Compute reference log-probs for the rows without values, on all processes together, and write them into `columns`.
 
-    Some rows that have values are computed as well: if the results differ from these values, the model is not the reference. If
-    no row has values, the model's weights are compared with the reference's weight files instead.
+    To check that the model is the reference, some rows that have values are computed too, and the results are compared with
+    these values. If no row has values, the model's weights are compared with the reference's weight files instead.
 
     Args:
         trainer: the trainer whose model computes the log-probs.
         dataset: the tokenised rows, as prepared by TRL.
-        missing: numbers of the rows without values, int64 of shape (n,).
+        missing: indices of the rows without values, int64 of shape (n,).
         columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
             column name.
         tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
@@ -119,7 +119,7 @@ def fill_in(
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
     """Return the reason why the weights of a trainer's model may differ from those in the reference's files, or an empty string
-    if they are equal."""
+    if no difference was found. Only the first rows of each weight tensor are compared."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="
@@ -141,7 +141,7 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
 
 
 def _name_in_files(name: str) -> str:
-    """Return a parameter's name without the parts that PEFT adds."""
+    """Return the name that a parameter has in the weight files, without PEFT's additions."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 

@@ -23,8 +23,8 @@ class PaddedBatch:
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: log-probs are needed for this number of tokens at the end of each row. If the number equals the width,
-            log-probs are needed for every token that has a context.
+        completion: number of tokens at the end of each row for which log-probs are needed. If it equals the width, log-probs
+            are needed for every token that has a context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """
@@ -54,9 +54,9 @@ class PaddedBatch:
         """Return the sequences to score, in two lists: sequences without padding, and sequences that keep their padding.
 
         A row's padding can be omitted if it only shifts all positions by the same amount and the model's attention depends only
-        on relative positions. A row keeps its padding in these cases: the model has absolute positions and the row has left
-        padding, there is padding between tokens, padding is the only context of the completion, or log-probs of the padding
-        itself are needed.
+        on relative positions. A row keeps its left padding if the model has absolute positions. It also keeps its padding if
+        there is padding between tokens, if padding is the only context of the completion, or if log-probs of the padding are
+        needed.
         """
         plain, padded = [], []
         prompt = self.input_ids.shape[1] - self.completion

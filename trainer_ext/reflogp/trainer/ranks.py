@@ -114,6 +114,6 @@ def _agreed(what: str, future: Future[T]) -> T:
 
 
 def of_my_node(values: list[T]) -> T:
-    """From the values of all processes in rank order, return the value of the first process on this node."""
+    """Return the value of the first process on this node, given the values of all processes in rank order."""
     rank = Rank.here()
     return values[rank.rank - rank.local_rank]

@@ -68,10 +68,10 @@ class Traffic:
 
 
 class RemoteReference(ReferenceDuringTraining):
-    """A stand-in for a reference model that runs in a service. It requests the model's log-probs from the service.
+    """An object that takes the place of a reference model, and requests log-probs from the service that runs the model.
 
-    A RemoteReference cannot be called like a model, because the service would have to send the logits of the whole vocabulary
-    for each token, although only one log-prob per token is needed. Call `per_token_logps` to get the log-probs.
+    A RemoteReference cannot be called like a model, because only one log-prob per token is needed, but a model returns logits
+    for the whole vocabulary. Call `per_token_logps` to get the log-probs.
 
     Args:
         source: a running service and the reference model's name, path or id.
@@ -145,7 +145,7 @@ class RemoteReference(ReferenceDuringTraining):
         Args:
             input_ids: token ids, padded on either side, shape (rows, width).
             attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width), or None if there is no padding.
-            completion_tokens: return log-probs for this number of tokens at the end of each row, or, if None, for all tokens
+            completion_tokens: number of tokens at the end of each row for which to return log-probs, or None for all tokens
                 except the first.
             temperature: value by which logits are divided.
 

@@ -1,4 +1,4 @@
-"""Define how far two computations of the same log-probs may differ, as measured for each dtype and type of model."""
+"""Define how much two computations of the same log-probs may differ, based on measurements for each dtype and type of model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
     Args:
         model: the policy, unwrapped.
-        accelerator: the trainer's Accelerator. It has the mixed precision that bf16=, fp16=, `accelerate launch
-            --mixed_precision` or DeepSpeed's settings requested. If None, the dtype of the weights is returned.
+        accelerator: the trainer's Accelerator. Its mixed precision comes from bf16=, fp16=, `accelerate launch
+            --mixed_precision` or DeepSpeed's settings. If None, the dtype of the weights is returned.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and
-        "bfloat16" if the weights are bfloat16 during the forward pass: a bfloat16 policy with or without autocast, DeepSpeed
-        with bf16, or FSDP with its own mixed precision. The names for float16 are analogous. Without mixed precision, the
-        result is the dtype of the weights.
+        "bfloat16" if the weights are bfloat16 during the forward pass. This is so for a bfloat16 policy (with or without
+        autocast), for DeepSpeed with bf16, and for FSDP with FSDP's mixed precision. The names for float16 are analogous.
+        Without mixed precision, the result is the dtype of the weights.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:
@@ -70,7 +70,7 @@ def explained(dtype: str) -> str:
 
 
 def how_to_compute_in(dtype: str) -> str:
-    """Return advice on how to make a policy compute in `dtype`, worded as part of a sentence."""
+    """Return advice on how to make a policy compute in `dtype`, phrased so that it fits into a sentence."""
     products = autocast_dtype(dtype)
     if products is not None:
         return f'load the policy with dtype="float32" and set {"fp16" if products == "float16" else "bf16"}=True'
@@ -78,8 +78,8 @@ def how_to_compute_in(dtype: str) -> str:
 
 
 def _deepspeed_computes_in(weights: str, accelerator: Any) -> str:
-    """Return the dtype in which a policy computes under DeepSpeed, which either casts the weights (bf16, fp16) or runs float32
-    weights under autocast (torch_autocast)."""
+    """Return the dtype in which a policy computes under DeepSpeed. DeepSpeed either casts the weights (bf16, fp16) or runs
+    float32 weights under autocast (torch_autocast)."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     own = config.get("torch_autocast") or {}
     if own.get("enabled") and weights == "float32":

@@ -68,7 +68,7 @@ def refuse_late_unsloth(trainer_class: type) -> None:
 def require_hook(trainer_class: type) -> None:
     """Raise ImportError if TRL is new enough to have the hook, but the trainer lacks it.
 
-    Without this check, the trainer would be handled as if TRL were an older version, with other columns and losses.
+    Without this check, the trainer would be handled as if TRL were an older version, with different columns and losses.
     """
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
@@ -105,5 +105,5 @@ def default_config(trainer_class: type, model: Any) -> Any:
 
 
 def with_own_tag(trainer_class: type) -> list[str]:
-    """Return the tags that a trainer class adds to models and model cards, together with reflogp's own tag."""
+    """Return the tags that a trainer class adds to models and model cards, and reflogp's tag."""
     return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

@@ -215,15 +215,16 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenised rows in a job, and return the values at the snapshot after the job.
+        """Have the service score tokenised rows in a job, and return the values at the snapshot that contains the job's
+        results.
 
         Args:
-            rows: token ids, in prompt_ids and the completion columns.
+            rows: table of token ids, with prompt_ids and the completion columns.
             on_change: function that is called with the job whenever its state changes.
             timeout: maximum number of seconds to wait for the job, or None for no limit.
 
         Raises:
-            DeadlineExceededError: the job did not end in time; the service continues the job.
+            DeadlineExceededError: the job did not finish in time; the service continues it.
             JobFailedError: the job failed or was cancelled.
             ServiceUnreachableError: the service was unreachable for longer than the client waits.
         """
@@ -243,8 +244,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. If the sum of only a completion's first tokens is needed, the values of
-    its tokens are requested as well."""
+    """The sums that a service found for the given keys. If only a completion's first tokens must be summed, the values of its
+    tokens are requested too."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -331,7 +332,8 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each sum by the key of its sequence, because a KTO run pairs prompts with other rows' completions."""
+        """Look up each sum by the key of its sequence rather than by row, because a KTO run pairs prompts with other rows'
+        completions."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())

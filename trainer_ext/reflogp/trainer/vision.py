@@ -4,9 +4,9 @@ Stored log-probs are looked up by token ids alone, so a row with unsupported med
 prevent this, datasets are checked before a trainer prepares them.
 
 TRL tokenises pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
-tokens from which a row's keys are computed. To save time, the collator then gets blank images of the same sizes instead of the
-row's images. After that, image ids replace the image tokens (reflogp.store.images). Because the collator drops the reference
-columns, reflogp adds these columns to the collator's output.
+tokens from which a row's keys are computed. To save time, the collator gets blank images of the same sizes for this purpose,
+instead of the row's images. Afterwards, image ids replace the image tokens (reflogp.store.images). Because the collator drops
+the reference columns, reflogp adds these columns to the collator's output.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
     """Raise UsageError if a dataset contains more than text and token ids; the error names the first such row.
 
     Args:
-        dataset: a Dataset or a stream. In a Dataset, all rows are checked if any column may contain media. In a stream, the
-            first row is checked if `raw` is True. Objects of other types are not checked.
+        dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
+            a stream is checked, and only if `raw` is True. Objects of other types are not checked.
         name: the dataset's name in error messages (train, eval, …).
         raw: whether TRL has yet to prepare the dataset. If True, columns with the names of image columns are rejected even if
             they contain no images.
@@ -206,10 +206,10 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
 
 
 class RowTokens:
-    """A function for `datasets.map` that computes the token ids of one row.
+    """A callable for `datasets.map` that computes the token ids of one row.
 
     Args:
-        collator: the run's collator, which is TRL's.
+        collator: the run's collator, an instance of TRL's class.
         token: id of the model's image token.
         name: the dataset's name, for error messages.
     """

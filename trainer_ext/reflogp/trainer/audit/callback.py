@@ -41,19 +41,20 @@ _SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
-    """A callback that checks a training run's reference log-probs and whether the run follows its settings.
+    """A callback that checks that a training run's reference log-probs are correct, and that the run follows its settings.
 
-    The audit stops a run only because of its reference values: if they do not reach the loss, if they are wrong, or if a
-    reference model still runs. Any other problem is logged as a warning and written to the report, and the run continues.
+    The audit stops a run only if its reference values are wrong or do not reach the loss, or if a reference model still runs.
+    Any other problem is logged as a warning and written to the report, and the run continues.
 
-    - `columns` stops the run if the reference columns do not reach the collated batch of every process, or are not finite.
+    - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
+      values.
 
     - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
       policy runs an additional forward pass without gradients. Additional passes with gradients are reported but do not stop
-      the run. The policy is expected to run one pass per micro-batch, or two if the batch has KTO's KL sequences.
+      the run. The policy is expected to run one pass per micro-batch, or two if the batch has sequences for KTO's KL term.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
-      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      log-probs by more than rounding. If the policy's log-probs are NaN or infinite, the audit reports this but does not stop
       the run.
 
     - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
@@ -66,8 +67,8 @@ class ReferenceAudit(TrainerCallback):
     - `spot_check` scores some random rows again, and stops the run if the results differ from the joined values. The rows are
       scored by a service, by the policy before training, or by the policy with its adapter off.
 
-    The checks `columns` and `spot_check` do not run for trainers that get their values during training (such as
-    RemoteRLOOTrainer and the trainers for other frameworks).
+    The checks `columns` and `spot_check` do not run for trainers that look up or request reference values during training (such
+    as RemoteRLOOTrainer and the trainers for other frameworks).
 
     The audit writes its results to `output_dir/reflogp_audit.json`, along with the store, reference id, snapshot and coverage
     of each dataset.
@@ -76,12 +77,12 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model, and a reference that was scored in a different dtype than the policy's is
+            on the dtypes and the type of model. A reference that was scored in a different dtype than the policy's is then
             rejected.
-        spot_rows: number of rows in the spot check.
+        spot_rows: number of rows to score in the spot check.
 
     Attributes:
-        step_zero: result of the step-0 gate; None before the first step, and if the step-0 gate did not run.
+        step_zero: result of the step-0 gate, or None if the gate has not run.
         findings: the problems that each check found, by check name; checks without problems are not listed.
 
     Examples:
@@ -130,10 +131,10 @@ class ReferenceAudit(TrainerCallback):
         return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
-        """Watch a trainer: add this callback to the trainer and wrap the trainer's training step.
+        """Audit a trainer's runs: add this callback to the trainer, and wrap its `training_step`.
 
-        The audit expects a TRL trainer's policy to start as the reference model. If the policy starts as another model, set
-        `trainer.policy_starts_at_reference = False`.
+        The audit expects a TRL trainer's policy to start from the reference's weights. If the policy starts from different
+        weights, set `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
             raise UsageError("this audit already watches a trainer; create a separate ReferenceAudit for each trainer")
@@ -304,8 +305,7 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def wants_first_batch(self) -> bool:
-        """Return True if the next batch is the one on which the step-0 gate compares the policy's log-probs with the
-        reference's."""
+        """Return True if the step-0 gate must run on the next batch."""
         if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
             return False
         return bool(self._trainer.state.global_step == self._schedule.first_step)
@@ -314,7 +314,8 @@ class ReferenceAudit(TrainerCallback):
         """Run the step-0 gate.
 
         Args:
-            seen: function that returns the result of `step_zero.differences` for this process's batch.
+            seen: function that compares the policy's log-probs of this process's batch with the reference's, and returns the
+                result of `step_zero.differences`.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("the step-0 gate", seen))
@@ -392,8 +393,8 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _not_at_reference(self) -> str:
-        """Return why the policy's current log-probs may differ from the reference's, or an empty string if they should be
-        equal.
+        """Return the reason why the policy's current log-probs may differ from the reference's, or an empty string if they
+        should be equal.
 
         The reason is also recorded in the report, to explain why the step-0 gate did not run.
         """
@@ -409,8 +410,8 @@ class ReferenceAudit(TrainerCallback):
     def _logs_reference_means(self) -> bool:
         """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        DPO with a single loss of any type logs rewards that equal beta times (log-prob minus reference log-prob). For KTO, the
-        mean cannot be computed, because the rewards that KTO logs are means over only some of the rows.
+        For DPO with a single loss of any type, the logged rewards equal beta times (log-prob minus reference log-prob). For
+        KTO, the mean cannot be computed, because KTO averages its logged rewards over only some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)

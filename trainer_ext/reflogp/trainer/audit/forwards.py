@@ -24,7 +24,8 @@ class ForwardCount:
     Attributes:
         policy: number of forward passes of the policy's decoder.
         policy_without_grad: number of the policy's passes that ran without gradients, as a reference model's would.
-        others: number of passes of each other language model that ran in this process, by model name.
+        others: number of forward passes of each language model that is neither the policy nor an allowed model, by class name
+            and size.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
@@ -37,7 +38,7 @@ class ForwardCount:
         self._on = False
 
     def watch_others(self) -> list[str]:
-        """Watch all other language models that exist in this process, and return their names."""
+        """Start to count the forward passes of all other language models in this process, and return the models' names."""
         found = []
         for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
             if id(model) in self._own:

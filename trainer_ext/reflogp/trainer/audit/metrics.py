@@ -40,7 +40,7 @@ class Disagreements:
 
 
 class GlobalMeans:
-    """The joined columns' means over the batches since the previous log, which are compared with the metrics in the next log.
+    """Means of the joined columns over the batches since the previous log, for comparison with the metrics in the next log.
 
     Attributes:
         compared: number of logs whose metrics were compared.
@@ -61,7 +61,7 @@ class GlobalMeans:
 
     def forget(self) -> None:
         """Discard the recorded means. TRL's trainers clear their metrics whenever they log, even if a callback requested the
-        log."""
+        log, so the next log does not cover earlier batches."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
@@ -157,15 +157,15 @@ def begin_report(output_dir: str, process: int) -> None:
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
-    """Return "failed" if the audit stopped the run, "warned" if there are other findings, "passed" if a run without findings
-    has ended, or "unfinished"."""
+    """Return "failed" if the audit stopped the run, "warned" if there are other findings, "passed" if the run has ended without
+    findings, and "unfinished" otherwise."""
     if stopped:
         return "failed"
     return "warned" if findings else "passed" if finished else UNFINISHED
 
 
 def read_report(output_dir: str) -> dict[str, Any]:
-    """Return the report that is in the run's output folder, or an empty dict if there is none."""
+    """Return the report in the run's output folder, or an empty dict if there is none."""
     try:
         found = json.loads((Path(output_dir) / AUDIT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

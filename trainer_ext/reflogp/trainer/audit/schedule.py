@@ -14,18 +14,18 @@ _EVENTS = ("logging", "eval", "save")
 
 @dataclass
 class Schedule:
-    """The events of a training run, to compare with the trainer's settings.
+    """The steps, logs, evaluations and saves of a training run, for comparison with the trainer's settings.
 
     Attributes:
         args: the trainer's settings.
         max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
         first_step: global step at which the run was started or resumed.
-        every: number of steps between two logs, evaluations or saves, by event, if known. In a resumed run, this number may
-            differ from the settings, because transformers uses the intervals from the checkpoint.
+        every: for each event ("logging", "eval", "save"), the number of steps between two occurrences, if known. In a resumed
+            run, this number may differ from the settings, because transformers uses the intervals from the checkpoint.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
-        happened: global steps at which each event happened, by event ("logging", "eval", "save").
+        happened: for each event, the global steps at which it happened.
     """
 
     args: Any

@@ -27,8 +27,9 @@ class SpotCheck:
 
     Attributes:
         by: what scored the rows ("service" or "policy"), or the reason why the rows could not be scored again.
-        rows: numbers of the checked rows in the training dataset.
-        seen: the result of `step_zero.differences` for each group of sequences that this process scored.
+        rows: indices of the checked rows in the training dataset.
+        seen: the result of `step_zero.differences` for each group of sequences that this process scored: how far the new sums
+            are from the joined sums.
     """
 
     by: str
@@ -71,7 +72,7 @@ def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors of shape (n,) for a collated batch: the policy's sums, the joined sums, and the token counts."""
+    """Return the policy's sums, the joined sums and the token counts for a collated batch, each as a tensor of shape (n,)."""
     found = reference_logps(trainer, model, batch)
     names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
     policy = torch.cat(list(found.values()))
@@ -80,7 +81,8 @@ def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torc
 
 
 def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
-    """Return the lengths of the completions whose sums are in the reference column `name`. Batches of all TRL versions work."""
+    """Return the number of completion tokens for each sum in the reference column `name`. The batch may come from any TRL
+    version."""
     masks = {
         "ref_chosen_logps": ("chosen_attention_mask",),
         "ref_rejected_logps": ("rejected_attention_mask",),

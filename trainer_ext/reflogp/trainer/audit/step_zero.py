@@ -1,6 +1,6 @@
 """Compare two computations of the same log-probs, for the step-0 gate and for spot checks.
 
-Before the first step, a policy that starts at the reference must reproduce the joined log-probs.
+Before the first step, a policy that starts from the reference's weights must reproduce the joined log-probs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class StepZero:
         sequences: number of sequences compared, over all processes.
         max_difference: largest |policy - reference| of a sum, in nats.
         max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
-        mean_difference: mean of policy - reference. Rounding errors have a mean near 0; differences from another model do not.
+        mean_difference: mean of policy - reference. Rounding errors average out to nearly 0; the differences between two models
+            do not.
         tolerance: the allowed difference, in nats/√tokens.
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
-        not_finite: number of sequences that were not compared because the policy's own log-probs are NaN or infinite, although
-            the reference's are finite.
+        not_finite: number of sequences that were not compared because the policy's log-probs are NaN or infinite, although the
+            reference's are finite.
     """
 
     sequences: int
@@ -79,7 +80,7 @@ class StepZero:
 
         Args:
             what: description of the sequences, for the error message.
-            scorer: what computed the log-probs that were compared: "policy" or "service".
+            scorer: what computed the log-probs that are compared with the joined log-probs: "policy" or "service".
         """
         if not self.passed:
             causes = _CAUSES if scorer == "policy" else _CAUSES_WITH_A_SERVICE
@@ -94,7 +95,8 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error names `check`."""
+        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error names the check
+        `check`."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
@@ -106,10 +108,10 @@ class StepZero:
 
 
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
-    """Return five numbers that describe how much the policy's sums differ from the reference's.
+    """Return how much the policy's sums differ from the reference's, as five numbers.
 
     The numbers are the count of compared sequences, the largest |difference|, the largest |difference| / sqrt(tokens), the sum
-    of the differences, and the count of sequences that were not compared because only the policy's sum is not finite.
+    of the differences, and the count of skipped sequences. A sequence is skipped if only the policy's sum is not finite.
 
     Args:
         policy: sums of the policy's log-probs, shape (n,).

@@ -1,9 +1,9 @@
 """Provide an axolotl plugin that trains on stored reference log-probs, without a reference model.
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
-axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function that
-loads no model for runs that use the plugin. The plugin chooses the trainer class. Everything else is axolotl's code, including
-its command and launchers.
+axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function
+that, in runs with the plugin, loads no model. The plugin chooses the trainer class. All other code is axolotl's, including its
+command and launchers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load the reference model with axolotl's own function, but load none if the run uses the plugin."""
+    """Load the reference model with axolotl's function, unless the run uses the plugin."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
@@ -55,15 +55,15 @@ axolotl.train.setup_reference_model = _no_reference_model
 
 
 class StoredReferencePlugin(BasePlugin):
-    """A plugin that trains on stored reference log-probs; the section `reflogp:` of the YAML file says where they are
-    stored."""
+    """A plugin that makes axolotl train on stored reference log-probs. The section `reflogp:` of the YAML file says where they
+    are stored."""
 
     def get_input_args(self) -> str:
-        """Return the name of the class that describes the plugin's keys in the YAML file."""
+        """Return the name of the class that defines the plugin's keys in the YAML file."""
         return "reflogp.trainer.axolotl.settings.PluginSettings"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        """Check the settings before axolotl loads datasets and models. This method does not load a dataset itself.
+        """Check the settings before axolotl loads datasets and models. Despite its name, this method loads no dataset.
 
         Raises UsageError if a setting is not supported with stored values.
         """

@@ -39,14 +39,16 @@ class StoredReferenceSettings(BaseModel):
 
     @property
     def names_reference(self) -> bool:
-        """Return True if the settings name the reference, in which case axolotl's own reference settings are not used."""
+        """Return True if the settings name the reference. If they do not, axolotl's settings determine which model is the
+        reference.
+        """
         return not (self.model is None and self.reference is None and self.reference_id is None)
 
     def trainer_arguments(self, base_model: str) -> dict[str, Any]:
         """Return the arguments for `CachedReferenceMixin` that these settings specify.
 
         Args:
-            base_model: the model to use as the reference if the settings do not name one.
+            base_model: the model to use as the reference if the settings do not name a reference.
 
         Raises UsageError if settings contradict each other.
         """

@@ -15,7 +15,8 @@ from reflogp.trainer.axolotl.settings import has_plugin, settings_of
 
 
 class StoredReferenceMixin(CachedReferenceMixin):
-    """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer.
+    """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer
+    without these arguments.
 
     Raises UsageError if axolotl has not loaded the plugin or has added tokens to the model's vocabulary. Also raises the errors
     of `CachedReferenceMixin`.

@@ -1,4 +1,4 @@
-"""Provide shared code for adapters that train a framework's subclass of transformers' Trainer on stored values."""
+"""Provide the code shared by adapters for frameworks whose trainers are subclasses of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _AnyTrainer: Any = object
 
 @dataclass(frozen=True)
 class StoredReference:
-    """The settings for stored values in one run. They are not part of the framework's own settings.
+    """reflogp's settings for one run on stored values. They are separate from the framework's settings.
 
     Attributes:
         source: where the values are stored.
         run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
-        policy_starts_at_reference: whether the policy starts as the reference. If True, the first batch is compared with the
-            stored values.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the stored values.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose a tolerance
             by dtype.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
@@ -49,13 +49,13 @@ class StoredReference:
 class BatchReferenceMixin(_AnyTrainer):
     """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
-    An adapter's trainer class lists this mixin before the framework's trainer among its base classes. The class calls
-    `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs its reference
-    model.
+    An adapter defines a trainer class with this mixin and the framework's trainer as base classes, in this order. The class
+    calls `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs its
+    reference model.
 
     Attributes:
         ref_model: the BatchReference that supplies the stored values.
-        joins: a record of what was looked up and where, by dataset name. The records are also in
+        joins: a record of each dataset's lookup and its source, by dataset name. The records are also in
             `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
@@ -67,7 +67,7 @@ class BatchReferenceMixin(_AnyTrainer):
 
         Args:
             stored: where the values are stored, and what to check.
-            rows_of: function that returns the rows of one of the framework's datasets as a TokenDataset.
+            rows_of: function that converts one of the framework's datasets to a TokenDataset.
 
         Raises:
             UsageError: a dataset is a stream.
@@ -86,7 +86,8 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the step-0 gate on the run's first batch. Adapters call this method for every batch.
+        """Run the step-0 gate on the run's first batch. Adapters call this method for every batch; after the first, it does
+        nothing.
 
         Args:
             policy: function that computes the policy's sums, shape (n,), without gradients or dropout.
@@ -103,8 +104,8 @@ class BatchReferenceMixin(_AnyTrainer):
 
     @contextmanager
     def policy_as_reference(self, model: Any) -> Iterator[None]:
-        """Within the block, make the framework's own reference computation run the policy instead, without dropout or
-        gradients."""
+        """Within the block, replace the reference model with the policy, and turn off dropout and gradients, so that the
+        framework computes the policy's log-probs with the code for the reference."""
         stored, was_training = self.ref_model, model.training
         self.ref_model = model
         model.eval()

@@ -28,7 +28,7 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
-    If there are no such options, use the options of the command that started this process.
+    If there are no such options, take them from the command that started this process (see `give_to_processes`).
 
     Args:
         command: name of the command, for its help text.
@@ -97,7 +97,7 @@ def read_options(
 def warn_if_untested(package: str, tested: str) -> None:
     """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
-    The run continues, but the step-0 gate stops it if the policy's log-probs differ from the reference's.
+    The run continues, but the step-0 gate will stop it if the policy's log-probs differ from the reference's.
 
     Args:
         package: name of the framework's package.
@@ -114,18 +114,21 @@ def warn_if_untested(package: str, tested: str) -> None:
 
 
 def give_to_processes(options: argparse.Namespace) -> None:
-    """Pass this command's options to the training processes, to which the launcher passes only the command's other
-    arguments."""
+    """Pass reflogp's options to the training processes in an environment variable, because the launcher passes only the
+    command's other arguments."""
     os.environ[_FOR_PROCESSES] = json.dumps(vars(options))
 
 
 def names_reference(options: argparse.Namespace) -> bool:
-    """Return True if the options name the reference, in which case the framework's own reference settings are not used."""
+    """Return True if the options name the reference. If they do not, the framework's settings determine which model is the
+    reference.
+    """
     return not (options.model is None and options.reference is None and options.reference_id is None)
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for `setting`, which may make the framework's reference differ from the model in the setting `model`."""
+    """Return the error for a run in which the setting `setting` may make the framework's reference differ from the model in the
+    setting `model`."""
     return UsageError(
         f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
@@ -157,8 +160,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return a run's settings for stored values. If the options set no dtype, the reference's dtype is the only dtype in which
-    the store or service has the model, or else the policy's dtype.
+    """Return a run's settings for stored values. If the options set no dtype, and the store or service has the model in only
+    one dtype, that dtype is used. Otherwise, the policy's dtype is used.
 
     Args:
         options, model: see `source_of`.

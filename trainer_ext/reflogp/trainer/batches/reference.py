@@ -1,4 +1,4 @@
-"""Supply a framework with stored values for its padded batches, through an object that replaces its reference model.
+"""Supply stored values for a framework's padded batches, through an object that takes the place of the reference model.
 
 The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
 """
@@ -47,7 +47,7 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class BatchReference(ReferenceDuringTraining):
-    """The reference log-probs for padded batches, from a store or a service.
+    """An object that supplies the reference log-probs of padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. During training, the
     tokens of each row in a batch identify the row's values, so shuffling, packing and evaluation need no special handling.
@@ -67,7 +67,7 @@ class BatchReference(ReferenceDuringTraining):
         RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        joins: a record of what was looked up and where, by dataset name.
+        joins: a record of each dataset's lookup and its source, by dataset name.
         where: the source, reference and snapshot of the values.
 
     Examples:
@@ -105,7 +105,7 @@ class BatchReference(ReferenceDuringTraining):
 
         Returns:
             log-probs in nats, float32 of shape (B, L - 1), on the device of `input_ids`. Entry t of a row is the log-prob of
-            the row's token t + 1; entries before the row's completion and in its padding are 0.
+            the row's token t + 1; entries before the row's completion and at padding are 0.
 
         Raises MissingLogpsError if a row is not in any of the datasets.
         """
@@ -164,7 +164,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """What the run's first process found when it looked up the values. All processes receive this result."""
+    """The result of the lookup by the run's first process. All processes receive it."""
 
     where: Where
     scored: dict[str, int]
@@ -176,8 +176,8 @@ def look_up_rows(
     """Return the values for all rows of the given datasets; every process gets the same values.
 
     The first process on each node reads the datasets. The first process of the run finds the missing sequences, and has them
-    scored if `source` or `run_command` requests it, while the other processes wait. Each node then reads the values of one
-    snapshot into a file that its processes map into memory.
+    scored if `source` or `run_command` requests it, while the other processes wait. The first process on each node then writes
+    the values of the same snapshot to a file, which all processes on the node map into memory.
 
     Args:
         datasets: the datasets by name.
@@ -186,7 +186,7 @@ def look_up_rows(
         run_command: whether to score missing sequences on this machine, by running `reflogp score` in a separate process.
 
     Returns:
-        the values, and a record of what was joined, by dataset name.
+        the values, and a record of each dataset's lookup, by dataset name.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
@@ -238,8 +238,8 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
-    """Return the opened values and an empty string. If the store has no values for this reference, return None and a message
-    that says so."""
+    """Open the source, and return its values and an empty string. If the store has no values for this reference, return None
+    and a message that says so."""
     try:
         return source.open(), ""
     except (ReferenceNotFoundError, StoreNotFoundError) as error:

@@ -1,6 +1,7 @@
 """Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-The values of the sequences are in an Arrow file that all processes on a node share. A row's values are looked up by its tokens.
+An Arrow file, which all processes on a node share, contains the values of the sequences. A row's values are looked up by its
+tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _ROWS_AT_ONCE = 1024
 class TokenDataset(Protocol):
     """A framework's tokenised dataset, with exactly the tokens that the framework puts into its batches.
 
-    Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). A sequence is a
-    tuple: its token ids without padding, and the index of its completion's first token. Every row has the same number of
+    Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). A sequence is a tuple
+    of its token ids (without padding) and the index of its completion's first token. Every row has the same number of
     sequences.
     """
 
@@ -79,7 +80,7 @@ class LabelledColumns:
 
 
 def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds, int]:
-    """Return a sequence's token ids and the index of its completion's first token, as a TokenDataset yields them.
+    """Return a sequence in the form that a TokenDataset yields: its token ids, and the index of its completion's first token.
 
     Args:
         token_ids: token ids without padding, shape (n,).
@@ -104,8 +105,8 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each dataset, by name, where `table` has the sequences of each dataset row: row numbers of `table`, int64 of
-            shape (rows, sequences per row).
+        of: by dataset name, the row numbers in `table` of the sequences of each dataset row, int64 of shape (rows, sequences
+            per row).
     """
 
     table: pa.Table
@@ -113,8 +114,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the numbers of the rows that have at least one marked sequence, by dataset name. `marked` is a mask over the
-        rows of `table`. Datasets without such rows are omitted."""
+        """Return the indices of the dataset rows with at least one sequence that `marked` selects, by dataset name. `marked` is
+        a mask over the rows of `table`. Datasets without such rows are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
@@ -123,7 +124,8 @@ def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
     """Collect the distinct sequences of the given datasets.
 
     Rows with the same tokens share one sequence. If their completions begin at different tokens, the longest completion is used
-    for all of them: a token's log-prob depends on the tokens before it, but not on where the prompt ends.
+    for all of them. This is correct because a token's log-prob depends on the tokens before it, but not on where the prompt
+    ends.
 
     Args:
         datasets: the datasets by name.
@@ -181,7 +183,7 @@ class RowValues:
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
         """Return the log-probs (in nats) of a row's completion tokens, or None if the row is not in the file. The completion is
-        the last part of `token_ids`.
+        at the end of `token_ids`.
 
         Args:
             token_ids: token ids of the prompt and the completion, without padding, shape (n,).

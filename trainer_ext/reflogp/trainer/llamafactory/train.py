@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-LLaMA-Factory's own launcher runs, and it starts torchrun whenever `llamafactory-cli` would. Only the functions that create
-LLaMA-Factory's reference model and trainers are replaced.
+This module runs LLaMA-Factory's launcher, which starts torchrun whenever `llamafactory-cli` would. Only the functions that
+create LLaMA-Factory's reference model and trainers are replaced.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Replacements:
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
     def trainer(self, trainer_class: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that creates a trainer of this class with stored values."""
+        """Return a function that creates a trainer of the given class, with stored reference log-probs."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
@@ -128,8 +128,8 @@ def main() -> None:
 
 
 def _starts_torchrun() -> bool:
-    """Return True if LLaMA-Factory's launcher will start training in separate processes. The launcher checks the same
-    conditions."""
+    """Return True if LLaMA-Factory's launcher will start training in separate processes. This function checks the same
+    conditions as the launcher."""
     forced = is_env_enabled("FORCE_TORCHRUN") or is_env_enabled("USE_MCA")
     return bool(forced or (get_device_count() > 1 and not use_ray() and not use_kt()))
 

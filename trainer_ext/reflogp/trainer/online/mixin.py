@@ -1,6 +1,6 @@
 """Provide the code shared by all TRL online trainers whose reference model runs in a service.
 
-The module of each trainer overrides the method in which TRL's trainer runs its reference model.
+Subclasses in the other modules of this package override the method in which TRL's trainer runs its reference model.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _AnyTrainer: Any = object
 class RemoteReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
-    The trainer requests log-probs while the policy's own forward pass runs on the same tokens. The trainer waits for the
-    response at the point where the reference model would have run. List the mixin before the trainer among the base classes.
-    The constructor takes the trainer's own arguments and these:
+    The trainer requests log-probs while the policy's forward pass runs on the same tokens. It waits for the response only when
+    TRL would run the reference model. List the mixin before the trainer among the base classes. The constructor takes the
+    trainer's own arguments and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
-        reference_deadline: maximum number of seconds to wait for the values of one batch. If the service is slow or restarting,
-            the step waits up to this many seconds.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the first batch's values are
-            compared with the policy's own log-probs before the first step.
+        reference_deadline: maximum number of seconds to wait for the values of one batch. The training step waits this long for
+            a slow or restarting service before an error is raised.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the service's before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtype, and a service that computes in a different dtype than the policy is rejected.
+            on the dtype. A service that computes in a different dtype than the policy is then rejected.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
@@ -120,8 +120,8 @@ class RemoteReferenceMixin(_AnyTrainer):
 
         Args:
             batch: the batch.
-            policy: function that computes the policy's own values for the batch, which are compared with the service's on the
-                first batch.
+            policy: function that computes the policy's log-probs of the batch. It is called only for the first batch, to
+                compare its result with the service's values.
         """
         values = self.ref_model.collect(batch)
         if self.audit is not None and self.audit.wants_first_batch:
@@ -132,7 +132,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
 
 def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
-    """Call `policy` without dropout and gradients, and return its values as an array of shape (rows, completion tokens)."""
+    """Call `policy` without dropout and gradients, and return the result as an array of shape (rows, completion tokens)."""
     was_training = model.training
     model.eval()
     try:
@@ -143,7 +143,8 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """Return the result of `step_zero.differences` for the rows with at least one token to compare."""
+    """Sum the log-probs of each row, and compare the sums with `step_zero.differences`. Rows without tokens to compare are
+    omitted."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

@@ -76,7 +76,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log as TRL does, but average val/contain_eos_token over all processes, because TRL logs each process's own value."""
+        """Log as TRL does, but average val/contain_eos_token over all processes, because each process in TRL logs only its own
+        value."""
         name = "val/contain_eos_token"
         if name in logs:
             everyone = gather(logs[name])

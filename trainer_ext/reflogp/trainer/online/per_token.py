@@ -20,7 +20,8 @@ _HOOK = "_get_per_token_logps_and_entropies"
 
 
 class PerTokenMixin(RemoteReferenceMixin):
-    """Mixin for RLOO and GRPO, which compare log-probs token by token at the sampling temperature."""
+    """Mixin for RLOO and GRPO, which compare the policy's log-probs with the reference's for each token, at the sampling
+    temperature."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         if not hasattr(super(), _HOOK):
@@ -71,8 +72,8 @@ class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
     The constructor takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
 
     If generation and optimizer steps are aligned (num_iterations=1, and steps_per_generation divides
-    gradient_accumulation_steps), TRL needs the reference's values before the policy's forward pass, so the trainer waits for
-    the full duration of each request.
+    gradient_accumulation_steps), TRL needs the reference's values before the policy's forward pass. In this case, the trainer
+    waits for the full duration of each request.
 
     Examples:
         >>> from datasets import Dataset

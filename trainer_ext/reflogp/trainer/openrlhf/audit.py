@@ -34,16 +34,17 @@ _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """An audit that checks an OpenRLHF run's stored reference log-probs and whether the run follows its settings.
+    """An audit that checks that an OpenRLHF run's stored reference log-probs are correct, and that the run follows its
+    settings.
 
-    The audit stops a run only if its reference values are wrong. Any other problem is logged as a warning and written to the
-    report.
+    The audit stops a run only if its reference values are wrong or computed again. Any other problem is logged as a warning and
+    written to the report.
 
     - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs while
       OpenRLHF gets the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
-      log-probs by more than rounding. If the policy's own log-probs are not finite, the audit reports this but does not stop
+      log-probs by more than rounding. If the policy's log-probs are NaN or infinite, the audit reports this but does not stop
       the run.
 
     - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
@@ -59,7 +60,7 @@ class RunAudit:
         joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model, and a reference that was scored in a different dtype than the policy's is
+            on the dtypes and the type of model. A reference that was scored in a different dtype than the policy's is then
             rejected.
 
     Attributes:
@@ -95,7 +96,7 @@ class RunAudit:
         """Start watching a run.
 
         Args:
-            settings: object with the attributes that `Schedule` reads.
+            settings: the trainer's settings, as an object with the attributes that `Schedule` reads.
             engine: the DeepSpeed engine, which counts optimizer steps.
             policy: the unwrapped model.
             first_step: global step at which the run was started or resumed.
@@ -196,7 +197,8 @@ class RunAudit:
             self._schedule.came(event, step)
 
     def step_ended(self, step: int) -> None:
-        """End an optimizer step; raise AuditError on all processes if any process has a finding that stops the run."""
+        """Check an optimizer step that has ended. Raise AuditError on all processes if any process has a finding that stops the
+        run."""
         assert self._schedule is not None
         self._micro_batches.clear()
         steps = int(self._engine.global_steps)
@@ -282,8 +284,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each property reads its setting anew, because OpenRLHF's fit() changes settings from -1 to a number of steps after this
-    object is created.
+    Each property reads its setting on every access, because OpenRLHF's fit() changes settings from -1 to a number of steps
+    after this object is created.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:

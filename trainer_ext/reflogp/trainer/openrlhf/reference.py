@@ -46,8 +46,8 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    The values of a row belong to its completion, which consists of the row's last tokens. OpenRLHF's trainer adds up the values
-    with its own mask. docs/openrlhf.md shows how to use this class in a training script.
+    A row has values for the tokens of its completion, which is at the end of the row. OpenRLHF's trainer masks these values and
+    adds them up. docs/openrlhf.md shows how to use this class in a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
@@ -56,7 +56,7 @@ class CachedReference(BatchReference):
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: a record of what was joined and from where, by dataset name.
+        joins: a record of each join and its source, by dataset name.
         model: always None, so that OpenRLHF's strategy finds no model to wrap.
     """
 
@@ -92,7 +92,7 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, and an empty dict instead of a model's output, so it has no aux_loss
-            entry.
+            the log-probs that `token_logps` returns, and, in place of a model's output, an empty dict (without the entry
+            aux_loss).
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -4,7 +4,7 @@
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
 OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two classes that the module imports are replaced:
-Actor, which creates the models, and DPOTrainer. Any launcher can start this module, which runs once in each process.
+Actor, which creates the models, and DPOTrainer. This module runs once in each process, and can be started by any launcher.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Launch:
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Create the policy on the first call. On the second call, return a placeholder instead of a model.
 
-        OpenRLHF makes the second call to create the reference model. The call's path and dtype are used to find the stored
-        values.
+        OpenRLHF makes the second call to create the reference model. The path and the dtype in this call determine which stored
+        values are used.
         """
         if not self._policy_is_made:
             self._policy_is_made = True

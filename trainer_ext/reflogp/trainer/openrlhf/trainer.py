@@ -27,8 +27,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         reference: where the reference log-probs are stored.
         run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
             separate process.
-        policy_starts_at_reference: whether the policy starts as the reference model. If True, the policy's log-probs of the
-            first batch are compared with the stored values before the first step.
+        policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
+            the first batch are compared with the stored values before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
@@ -104,8 +104,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """Run DPOTrainer's forward pass and count the forward passes; for the first batch, also compare policy and
-        reference."""
+        """Run DPOTrainer's forward pass, and count the models' forward passes. On the first batch, also compare the policy's
+        log-probs with the reference's."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
@@ -119,7 +119,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     ) -> None:
         """Log and save as DPOTrainer does, but average the logged metrics over all processes.
 
-        DPOTrainer itself takes some of these averages over the first process's batches only.
+        DPOTrainer averages some of these metrics over only the first process's batches.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)

@@ -43,7 +43,7 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ms-swift's function `prepare` so that it does nothing for the reference model, which ms-swift prepares first."""
+        """Wrap ms-swift's function `prepare` so that it does not load the reference model, which ms-swift would load first."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":

@@ -21,8 +21,8 @@ _MEDIA = ("images", "videos", "audios")
 class EncodedRows:
     """A TokenDataset that reads an ms-swift dataset, which encodes each row when the row is read.
 
-    A row has one sequence for each column prefix, `chosen_` and `rejected_`. For KTO, the `rejected_` sequence is the KL
-    sequence.
+    A row has one sequence in the columns that begin with `chosen_`, and one in those that begin with `rejected_`. For KTO, the
+    `rejected_` sequence is the KL sequence.
 
     Raises UsageError for rows with images, videos or audio, in the constructor or while the rows are read.
     """
