@@ -183,8 +183,8 @@ class EngineChoice:
     def make(self, model: str, reference: Reference) -> PassEngine:
         """Load this engine for a reference and return it. The files in the model folder must be those of the reference.
 
-        Each load opens and hashes the files (digests of unchanged files are cached), then reads them through the open file
-        handles. Once the model is in memory, the files are checked for changes.
+        Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads them
+        through the open file handles; vLLM opens them by path. Once the model is in memory, the files are checked for changes.
 
         Args:
             model: local folder of the model.

@@ -27,7 +27,7 @@ class TokenizerError(ReflogpError):
 
 
 class NotScoredError(ReflogpError):
-    """Rows of a dataset have no values to join.
+    """Rows of a dataset have no values to join, or cannot be used.
 
     Attributes:
         summary: a JoinSummary, with counts and row numbers.

@@ -44,7 +44,7 @@ class JoinSummary:
             cannot be read.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: number of rows that TRL drops because the prompt alone fills max_length.
-        coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
+        coverage: written / (rows - dropped_rows); 0.0 if the divisor is 0.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of the snapshot that was read.
         store: URI of the store.

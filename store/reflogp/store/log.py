@@ -225,7 +225,8 @@ def checked(
 
 
 def repaired(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return new content for a damaged entry: its readable parts, and all undamaged shards that its bytes name.
+    """Return new content for a damaged entry: its readable parts, and all undamaged shards that its bytes name and
+    that it does not remove.
 
     Args:
         entry: the damaged entry.
