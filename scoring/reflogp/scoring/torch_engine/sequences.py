@@ -214,8 +214,8 @@ class Operations:
     Attributes:
         plain: operations if each sequence were scored in a forward pass of its own.
         computed: operations of the passes that ran, with shared tokens counted once. Only operations that affect a value are
-            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted
-            (except that a padded batch's masked tokens are counted). The device therefore executed at least this many operations.
+            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted,
+            except for the masked tokens of a padded batch. The device therefore executed at least this many operations.
     """
 
     plain: float = 0.0
