@@ -123,7 +123,7 @@ def test_any_trainer_can_be_watched(trl_trainer, tmp_path):
     ReferenceAudit().attach(beside)
     with pytest.raises(AuditError, match="keeps a reference model"):
         beside.train()
-    with pytest.raises(UsageError, match="already watches a trainer"):
+    with pytest.raises(UsageError, match="already attached to a trainer"):
         audit.attach(beside)
 
 

@@ -87,7 +87,7 @@ class PassEngine(Engine, Protocol):
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups as they arrive; see Engine.flow.
 
-        Before each pass, call `before` with the numbers of the pass's sequences. Between two yields, the caller may use the
+        Before each pass, call `before` with the indices of the pass's sequences. Between two yields, the caller may use the
         engine for other work.
         """
 

@@ -55,7 +55,7 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Look up keys in a layer, and replace each result for which the layer has a row with more values.
+        """Look up keys in a layer. If a key's row in the layer has more values than the key's result, replace the result.
 
         Args:
             layer: the layer to search.

@@ -198,7 +198,7 @@ class TorchEngine:
                 the engine gets an empty group, it finishes and yields the pass in flight, or yields an empty list if no pass is
                 in flight.
             temperature: the logits are divided by this number.
-            before: function that is called before each pass is launched; its argument is a list of the numbers of the pass's
+            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
                 sequences (see Yields).
 
         Yields:

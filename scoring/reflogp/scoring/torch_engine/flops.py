@@ -133,9 +133,9 @@ def _pairs(count: Any) -> Any:
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the peak rate of square matrix products, in operations per second.
 
-    The matrices are random because a GPU uses less power to multiply constants, and would then run faster than with a model's
-    weights. The result is the best rate over several repeats of two sizes, because other work on the machine can make a product
-    slower, but never faster. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
+    The matrices are random, like a model's weights: if all elements were equal, a GPU would draw less power and run faster. The
+    result is the best rate over several repeats of two sizes, because other work on the machine can make a product slower, but
+    never faster. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:

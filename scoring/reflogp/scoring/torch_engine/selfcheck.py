@@ -223,7 +223,8 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected["padded"] = problem
     if found[0] != "packed":
         warnings.warn(
-            f"{type(model).__name__} is scored on the {found[0]} path, which is slower (packed: {rejected['packed']})",
+            f"{type(model).__name__} is scored on the {found[0]} path, which is slower than the packed path; the packed path "
+            f"was rejected: {rejected['packed']}",
             stacklevel=2,
         )
     is_compiled = False

@@ -198,7 +198,7 @@ def passes_over(
         before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
             sequences.
         flow: the engine's `flow`. Its arguments are the groups of sequences, and a function that it calls before each pass. The
-            argument of this function is a list of the numbers of the pass's sequences.
+            argument of this function is a list of the indices of the pass's sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))

@@ -410,7 +410,8 @@ class EngineLoop:
         """Return the job's work if the loop should compute a pass of it now, otherwise None.
 
         No pass should be computed while the job waits for new sequences to be read, or while its thread still has _AHEAD
-        results to read. The same applies while a model that was both loaded and used recently would have to be unloaded first.
+        results to read. Nor should one be computed if another model, which
+        was loaded and used recently, would have to be unloaded first.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

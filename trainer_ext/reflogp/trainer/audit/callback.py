@@ -137,7 +137,7 @@ class ReferenceAudit(TrainerCallback):
         weights, set `trainer.policy_starts_at_reference = False`.
         """
         if self._trainer is not None:
-            raise UsageError("this audit already watches a trainer; create a separate ReferenceAudit for each trainer")
+            raise UsageError("this audit is already attached to a trainer; create a separate ReferenceAudit for each trainer")
         self._trainer = trainer
         if self.checks & {"step_zero", "spot_check"}:
             # Record the weights before adding this callback, because its on_train_begin needs them. Values from a service are

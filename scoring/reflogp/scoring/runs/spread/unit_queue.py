@@ -101,8 +101,8 @@ class UnitQueue:
     def died_at(self, unit: Unit) -> Miss | None:
         """Split a unit on which a worker died into halves, and queue both halves ahead of all other units.
 
-        A unit with a single sequence is queued again after the first death. After the second death, return its sequence
-        instead.
+        A unit with a single sequence is queued again when a worker dies on it for the first time. After the second death,
+        return its sequence instead.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1
