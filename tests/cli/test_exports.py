@@ -454,7 +454,7 @@ def test_the_documents_token_row_splits_what_a_stack_scores():
     assert token_row(chosen, [label != -100 for label in labels], rejected, mask) == expected
     with pytest.raises(ValueError, match="one prompt"):
         token_row(chosen, [False, False, True, True, True], [1, 7, 9], mask)
-    with pytest.raises(ValueError, match="here and there"):
+    with pytest.raises(ValueError, match="scattered tokens"):
         token_row(chosen, [False, False, True, False, True], rejected, mask)
 
 

@@ -551,7 +551,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "a device without end": (pair("?", ["/dev/zero"]), "not a file"),
         "another format": (pair("?", [encoded(PICTURES[0], "PPM")]), "not an image in one of the formats"),
         "a text file": (pair("?", [str(tmp_path / "text.png")]), "decoded"),
-        "a large file": (pair("?", [str(large)]), "more than"),
+        "a large file": (pair("?", [str(large)]), "is larger than 64 MiB"),
         "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "invalid base64"),
         "a plain URI": (pair("?", ["data:image/png,abc"]), "without base64"),
         "a zero byte in a path": (pair("?", ["a\0b"]), "cannot be read"),

@@ -246,11 +246,11 @@ def test_a_stream_that_a_taken_over_reader_sends_is_not_believed(parquet, monkey
     length, offsets = struct.pack("<q", body), struct.pack("<4i", 0, 3, 7, 12)
     assert content.count(length) >= 1 and content.count(offsets) == 1
     in_child(monkeypatch, lambda: os.write(SOCKET, content.replace(length, struct.pack("<q", 1 << 40))))
-    assert "groups of 1,099,511,627,776 bytes" in refusal(parquet)
+    assert "1,099,511,627,776 bytes must be read at once" in refusal(parquet)
     in_child(monkeypatch, lambda: os.write(SOCKET, content.replace(offsets, struct.pack("<4i", 0, 3, 7, 1 << 29))))
     assert "out of bounds" in refusal(parquet)
     in_child(monkeypatch, lambda: os.write(SOCKET, b"\xff" * 7 + b"\x7f"))  # metadata of two gigabytes
-    assert "groups of 2,147,483,647 bytes" in refusal(parquet)
+    assert "2,147,483,647 bytes must be read at once" in refusal(parquet)
     for garbage in (b"", b"\xff" * 1000, b"\xff" * 4 + b"\x08\0\0\0" + b"\xff" * 100, content[: len(content) // 2]):
         in_child(monkeypatch, partial(os.write, SOCKET, garbage))
         assert "cannot be read as parquet" in refusal(parquet)

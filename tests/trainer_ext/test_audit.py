@@ -176,7 +176,7 @@ class TestWrongStores:
     def test_values_of_another_dtype_under_this_one(self, cached_trainer, store, source, tmp_path):
         """As a store of bfloat16 values that says float32: 8 bits of mantissa on each token."""
         bad = damaged_copy(store, tmp_path / "bad", lambda v: torch.tensor(v).to(torch.bfloat16).float().numpy())
-        with pytest.raises(StepZeroError, match="a dtype other than float32"):
+        with pytest.raises(StepZeroError, match="in another dtype, although the store says float32"):
             cached_trainer({"reference": ReferenceSource(bad, reference_id=source.reference_id)}).train()
 
     def test_shuffled_values(self, cached_trainer, store, source, tmp_path):

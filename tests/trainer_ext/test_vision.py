@@ -169,7 +169,7 @@ def test_what_is_refused_with_images(llava, dataset, tmp_path):
     with pytest.raises(UsageError, match="of the eval dataset contains more than text"):
         trainer(llava, text, tmp_path, options={"eval_dataset": dataset})
     collator = type("Own", (DataCollatorForVisionPreference,), {})(AutoProcessor.from_pretrained(model))
-    with pytest.raises(UsageError, match="data collator Own"):
+    with pytest.raises(UsageError, match="this run uses the collator Own"):
         trainer(llava, dataset, tmp_path, options={"data_collator": collator})
     with pytest.raises(ImportError, match=r"TRL 1\.9"):
         _with_trl_version("1.8.0", lambda: trainer(llava, dataset, tmp_path))
