@@ -83,8 +83,8 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="Reference of the model on the server, if MODEL contains no weights: an id in the store, or a file written by "
-        "`reflogp reference`. The reference's dtype is used. The server's values cannot be checked.",
+        help="Identify the model on the server if MODEL contains no weights: the reference's id in the store, or a file "
+        "written by `reflogp reference`. The reference's dtype is used. Without weights, reflogp cannot check the server's values.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),

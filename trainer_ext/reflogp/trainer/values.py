@@ -297,8 +297,8 @@ class FileValues:
         check_ld_alpha(asked.columns, settings.ld_alpha)
         if settings != self._settings:
             raise UsageError(
-                f"{self.where.store} was joined with {self._settings}, but this run has {settings}: create "
-                "the file again with the settings of this run"
+                f"{self.where.store} was joined with the settings {self._settings}, but this run uses {settings}: "
+                "join again with the settings of this run"
             )
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):

@@ -75,7 +75,8 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
     name = trainer_class.__name__
     if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
         raise UsageError(
-            f"{name} does not support images: stored values for pairs with images work only with DPO. Use TRL's own trainer"
+            f"{name} does not support images: stored values for pairs with images work only with DPO. For data with images, "
+            "use TRL's own trainer, without stored values"
         )
     if Version(trl_version()) < _FIRST_TRL:
         raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, but {trl_version()} is installed")

@@ -24,8 +24,8 @@ class StoredReferenceSettings(BaseModel):
     model: str | None = Field(None, description="the reference model; default: base_model")
     dtype: Dtype | None = Field(
         None,
-        description="the reference's dtype; default: the only dtype in which the store has values of the "
-        "model, or else the policy's dtype",
+        description="the reference's dtype; default: the dtype in which the store has values of the model, "
+        "if there is only one; otherwise the policy's dtype",
     )
     reference: str | None = Field(None, description="the reference's name in a service; replaces `model`")
     reference_id: str | None = Field(None, description="the reference's id; replaces `model`")

@@ -24,7 +24,7 @@ def read_options(
     command: str,
     words: Sequence[str],
     model: str,
-    dtype: str = "the only dtype in which the store has values of the model, or else the policy's dtype",
+    dtype: str = "the dtype in which the store has values of the model, if there is only one; otherwise the policy's dtype",
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 

@@ -60,7 +60,10 @@ class Replacements:
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
-        """Return the path or hub id of the model that LLaMA-Factory would load, or None if an option names the reference."""
+        """Return the path or hub id of the model that LLaMA-Factory would load as the reference.
+
+        Return None if an option of reflogp already names the reference.
+        """
         if names_reference(self._options):
             return None
         own = finetuning_args.ref_model is None
