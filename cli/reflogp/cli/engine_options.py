@@ -84,7 +84,8 @@ Claim = Annotated[
     str | None,
     typer.Option(
         help="Identify the model on the server if MODEL contains no weights: the reference's id in the store, or a file "
-        "written by `reflogp reference`. The reference's dtype is used. Without weights, reflogp cannot check the server's values.",
+        "written by `reflogp reference`. The reference's dtype is used. Without weights, reflogp cannot check the "
+        "server's values.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),
