@@ -4,7 +4,7 @@
 
 The engine is the torch engine, with its packing and its preparation of the next pass, but passes are not computed. The device
 takes --seconds for 65,536 tokens, asynchronously, as a GPU would (1.5 s is about a model of 7B parameters on one H100, 0.15 s a
-model of 0.5B). Everything else is real: reading, tokenising, keys, lookups, shards, commits. A side's `idle_share` is the share
+model of 0.5B). Everything else is real: reading, tokenizing, keys, lookups, shards, commits. A side's `idle_share` is the share
 of the time from the start of the first pass to the end of the last pass in which the device had no pass.
 
 With --online, requests of 16 sequences of 200 tokens are sent one after the other while the job runs, with pauses of 0.2 s, and

@@ -123,7 +123,7 @@ def _drained(engine: Engine, pairs: Pairs) -> float:
 
 
 class Trl:
-    """TRL's DPOTrainer: its own `_precompute_ref_logps`, called on tokenised rows."""
+    """TRL's DPOTrainer: its own `_precompute_ref_logps`, called on tokenized rows."""
 
     def __init__(self, model: Path, tokenizer: Any, device: str, batch: int) -> None:
         from datasets import Dataset

@@ -99,7 +99,7 @@ def measured(work: Callable[[], Any], rounds: int = 1, **more: Any) -> dict[str,
 
 
 def make_pairs(folder: Path, count: int) -> dict[str, Any]:
-    """Write tokenised pairs into one Arrow file, as `datasets` stores them."""
+    """Write tokenized pairs into one Arrow file, as `datasets` stores them."""
 
     def work() -> None:
         random = np.random.default_rng(0)

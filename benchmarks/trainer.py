@@ -3,7 +3,7 @@
     python benchmarks/trainer.py [--rows 61000] [--shape 0.5B] [--rounds 3] [--data FILE] [--out benchmarks/results]
 
 Warm start: seconds from the trainer's construction to its first training step. Each side runs in its own process, in turns, and
-finds the tokenised dataset in the cache of `datasets`. The data's rows are repeated, with a number in the prompt. Values in the
+finds the tokenized dataset in the cache of `datasets`. The data's rows are repeated, with a number in the prompt. Values in the
 store and in TRL's cache are made up, because only reading is measured. The policy has random weights, in bfloat16.
 
 Memory: peak of each of two processes (DDP, gloo, float32, AdamW) that train 2 steps: with reflogp's trainer, and with TRL's
@@ -156,7 +156,7 @@ def zeros(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokenise as the trainer does, so that `datasets` caches it, and store made-up values for all missing sequences."""
+    """Tokenize as the trainer does, so that `datasets` caches it, and store made-up values for all missing sequences."""
     from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
 
     began = time.monotonic()

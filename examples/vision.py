@@ -21,7 +21,7 @@ from transformers import (
 
 from reflogp.cli.demo_model import train_tokenizer
 
-COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
+COLORS = ("red", "green", "blue", "yellow", "purple", "orange")
 SHAPES = ("square", "circle", "triangle")
 #: Width and height in pixels of a drawn image, and of one of the model's patches. An image has 16 patches and thus 16 tokens.
 IMAGE_SIZE, PATCH_SIZE = 64, 16
@@ -46,13 +46,13 @@ def draw_pairs(file: Path, count: int) -> None:
     lines = []
     for number in range(count):
         name = f"images/{number}.png"
-        colours = dict(zip(SHAPES, choose.sample(COLOURS, len(SHAPES)), strict=True))
-        _drawn(colours).save(file.parent / name)
+        colors = dict(zip(SHAPES, choose.sample(COLORS, len(SHAPES)), strict=True))
+        _drawn(colors).save(file.parent / name)
         asked = choose.choice(SHAPES)
-        wrong = choose.choice([colour for colour in COLOURS if colour != colours[asked]])
+        wrong = choose.choice([color for color in COLORS if color != colors[asked]])
         pair = {
-            "prompt": [{"role": "user", "content": f"Which colour is the {asked}?"}],
-            "chosen": [{"role": "assistant", "content": f"The {asked} is {colours[asked]}."}],
+            "prompt": [{"role": "user", "content": f"Which color is the {asked}?"}],
+            "chosen": [{"role": "assistant", "content": f"The {asked} is {colors[asked]}."}],
             "rejected": [{"role": "assistant", "content": f"The {asked} is {wrong}."}],
             "images": [name],
         }
@@ -60,13 +60,13 @@ def draw_pairs(file: Path, count: int) -> None:
     file.write_text("".join(lines), encoding="utf-8")
 
 
-def _drawn(colours: dict[str, str]) -> Image.Image:
-    """Return an image of a square, a circle and a triangle in the given colours."""
+def _drawn(colors: dict[str, str]) -> Image.Image:
+    """Return an image of a square, a circle and a triangle in the given colors."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white")
     draw = ImageDraw.Draw(image)
-    draw.rectangle((4, 4, 28, 28), fill=colours["square"])
-    draw.ellipse((36, 4, 60, 28), fill=colours["circle"])
-    draw.polygon(((32, 36), (18, 60), (46, 60)), fill=colours["triangle"])
+    draw.rectangle((4, 4, 28, 28), fill=colors["square"])
+    draw.ellipse((36, 4, 60, 28), fill=colors["circle"])
+    draw.polygon(((32, 36), (18, 60), (46, 60)), fill=colors["triangle"])
     return image
 
 
@@ -104,7 +104,7 @@ def build_vision_model(folder: Path) -> None:
 
 
 def _tokenizer() -> Any:
-    texts = [f"Which colour is the {shape}? The {shape} is {colour}." for shape in SHAPES for colour in COLOURS]
+    texts = [f"Which color is the {shape}? The {shape} is {color}." for shape in SHAPES for color in COLORS]
     trained = train_tokenizer(texts, vocab_size=400)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained.backend_tokenizer, pad_token="<|pad|>", eos_token="<|eos|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})

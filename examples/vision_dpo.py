@@ -2,7 +2,7 @@
 
     python examples/vision_dpo.py
 
-The example draws its own images, and each prompt asks for the colour of a shape. To use your own data and model:
+The example draws its own images, and each prompt asks for the color of a shape. To use your own data and model:
 
     python examples/vision_dpo.py --model ./vision-model --data pairs.jsonl --steps 100
 """

@@ -46,14 +46,14 @@ def test_a_run_is_a_trace(score, taken, tmp_path):
     assert {name: root.attributes[f"reflogp.{name}"] for name in counts} == counts
     assert root.attributes["reflogp.store"].endswith("/store")
     stages = taken.children(root)
-    assert {span.name for span in stages} == {"read", "tokenise", "look up", "load model", "score", "commit"}
+    assert {span.name for span in stages} == {"read", "tokenize", "look up", "load model", "score", "commit"}
     assert len(stages) == len(taken.spans) - 1
     assert all(root.start <= span.start <= span.end <= root.end and not span.is_error for span in stages)
     again = score(file, OTEL_EXPORTER_OTLP_ENDPOINT=taken.url)
     assert again.wait(120) == 3
     second = taken.named("reflogp score")[1]
     assert second.attributes["reflogp.hits"] == 2200
-    assert {span.name for span in taken.children(second)} == {"read", "tokenise", "look up"}
+    assert {span.name for span in taken.children(second)} == {"read", "tokenize", "look up"}
     assert sum(span.attributes["reflogp.hits"] for span in taken.children(second) if span.name == "look up") == 2200
 
 

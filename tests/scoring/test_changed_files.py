@@ -99,7 +99,7 @@ def expected_keys(rows) -> list[bytes]:
 @pytest.mark.parametrize(
     ("kind", "restarted"), [(renamed_over, False), (in_place, False), (link_swapped, False), (in_place, True)]
 )
-def test_rows_are_tokenised_by_the_template_that_the_model_has_when_the_job_begins(
+def test_rows_are_tokenized_by_the_template_that_the_model_has_when_the_job_begins(
     service, place, tmp_path, pair_rows, kind, restarted
 ):
     file, template = write_rows(tmp_path / "pairs.jsonl", pair_rows[:3]), place / "model" / "chat_template.jinja"

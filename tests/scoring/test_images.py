@@ -264,7 +264,7 @@ def a_layout(**changes):
     return layout_of(SimpleNamespace(sliding_window=3), sequence, given, torch.arange(8)[None])
 
 
-def test_the_layout_of_a_decoder_is_recognised_and_others_are_refused():
+def test_the_layout_of_a_decoder_is_recognized_and_others_are_refused():
     causal = torch.ones(8, 8, dtype=torch.bool).tril()
     image = causal.clone()
     image[2:6, 2:6] = True

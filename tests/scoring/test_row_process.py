@@ -1,4 +1,4 @@
-"""The processes that tokenise: stopped at once when told to, gone with their parent, replaced when something kills them."""
+"""The processes that tokenize: stopped at once when told to, gone with their parent, replaced when something kills them."""
 
 import os
 import signal

@@ -79,10 +79,10 @@ def test_a_job_is_a_tree_of_spans_below_the_clients_span(service, taken, referen
     assert not any(span.is_error for span in stages)
     assert all(root.start <= span.start <= span.end <= root.end for span in stages)
     by_name = {name: [span for span in stages if span.name == name] for name in {span.name for span in stages}}
-    assert set(by_name) == {"read", "tokenise", "look up", "load model", "score", "commit", "write result"}
+    assert set(by_name) == {"read", "tokenize", "look up", "load model", "score", "commit", "write result"}
     assert [span.attributes["reflogp.rows"] for span in by_name["read"]] == [1024, 1024, 552]
-    assert [span.attributes["reflogp.rows"] for span in by_name["tokenise"]] == [1024, 1024, 552]
-    assert sum(span.attributes["reflogp.tokens"] for span in by_name["tokenise"]) == ROWS * 60  # the prompt once
+    assert [span.attributes["reflogp.rows"] for span in by_name["tokenize"]] == [1024, 1024, 552]
+    assert sum(span.attributes["reflogp.tokens"] for span in by_name["tokenize"]) == ROWS * 60  # the prompt once
     assert sum(span.attributes["reflogp.sequences"] for span in by_name["look up"]) == 2 * ROWS
     for name in ("score", "commit"):
         assert sum(span.attributes["reflogp.sequences"] for span in by_name[name]) == 2 * ROWS

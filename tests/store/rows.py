@@ -21,7 +21,7 @@ def some_rows(first: int, count: int, values: int = 5, seed: int = 0, completion
 
 
 def pairs_of(count: int, completion: int = 10) -> tuple[pa.Table, pa.Table]:
-    """Return (tokenised pairs, the shard rows of their sequences); all values differ."""
+    """Return (tokenized pairs, the shard rows of their sequences); all values differ."""
     prompts = [[i, 1, 2] for i in range(count)]
     sides = {
         side: [[i + t + start for t in range(completion)] for i in range(count)]

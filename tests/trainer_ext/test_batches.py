@@ -23,7 +23,7 @@ DRAWN = 40
 
 
 def drawn_row(draw: random.Random) -> dict[str, list[int]]:
-    """A pair as a framework tokenises it: a common prompt, labels with gaps, sometimes no completion or no prompt."""
+    """A pair as a framework tokenizes it: a common prompt, labels with gaps, sometimes no completion or no prompt."""
     prompt = [draw.randrange(5, 900) for _ in range(draw.choice([0, 1, 3, 12]))]
     row = {}
     for ids, labels in COLUMNS:

@@ -216,13 +216,13 @@ def _plot(trainer: Any, file: Path) -> None:
     rows = trainer.train_dataset
     history = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for side, colour in (("chosen", "tab:blue"), ("rejected", "tab:orange")):
+    for side, color in (("chosen", "tab:blue"), ("rejected", "tab:orange")):
         lengths = np.array([len(ids) for ids in rows[f"{side}_ids"]])
         per_token = np.array(rows[f"ref_{side}_logps"]) / np.maximum(lengths, 1)
-        left.hist(per_token, bins=40, alpha=0.6, label=f"{side} (mean {per_token.mean():.2f})", color=colour)
+        left.hist(per_token, bins=40, alpha=0.6, label=f"{side} (mean {per_token.mean():.2f})", color=color)
         beta = trainer.beta
         gain = [entry[f"rewards/{side}"] / beta for entry in history]
-        right.plot([entry["step"] for entry in history], gain, label=side, color=colour)
+        right.plot([entry["step"] for entry in history], gain, label=side, color=color)
     left.set(title=f"Reference log-probs, {len(rows)} pairs", xlabel="nats per token", ylabel="completions")
     right.set(title="Policy compared with the stored reference", xlabel="step", ylabel="log-prob gain, nats per completion")
     right.axhline(0, color="grey", linewidth=0.8)

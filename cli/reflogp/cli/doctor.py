@@ -28,7 +28,7 @@ _EXTRAS = {
     "ray": "score --ray, executor ray",
     "openrlhf": "train with OpenRLHF",
 }
-_COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
+_COLORS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def doctor(
         print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            out.print(Text.assemble((finding.state, _COLOURS[finding.state]), visible(f" {finding.what}: {finding.said}")))
+            out.print(Text.assemble((finding.state, _COLORS[finding.state]), visible(f" {finding.what}: {finding.said}")))
             if finding.help:
                 out.print(f"       {finding.help}", style="cyan")
         out.print("nothing is broken" if not broken else f"{len(broken)} to fix", style="bold")

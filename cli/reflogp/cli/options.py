@@ -82,7 +82,7 @@ ChatTemplate = Annotated[
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run modelling code that comes with the checkpoint. Off by default.")
+    bool, typer.Option("--trust-remote-code", help="Run modeling code that comes with the checkpoint. Off by default.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary, or the error, as one JSON object on the last line.")]
 

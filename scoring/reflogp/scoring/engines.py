@@ -102,7 +102,7 @@ class EngineChoice:
         device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
             weights.
         token_budget: for torch, the maximum number of tokens in a pass, or "auto".
-        trust_remote_code: True runs modelling code from the checkpoint.
+        trust_remote_code: True runs modeling code from the checkpoint.
         vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
             otherwise this process's interpreter.
         tensor_parallel: for vllm, the number of GPUs across which one model is split.

@@ -211,7 +211,7 @@ class Jobs(BaseModel):
 
 
 class Histogram(BaseModel):
-    """A histogram. Its n bars have n counts and n + 1 edges, because neighbouring bars share an edge."""
+    """A histogram. Its n bars have n counts and n + 1 edges, because neighboring bars share an edge."""
 
     edges: list[float] = Field(description="Edges of the bars in ascending order.")
     counts: list[int] = Field(description="Number of values in each bar, in the order of the edges.")

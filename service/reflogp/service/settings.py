@@ -55,7 +55,7 @@ class ReferenceSettings(BaseModel):
         description="Dtype of the output layer. With float32, the logits are computed in float32. Part of the reference id.",
     )
     revision: str | None = Field(None, description="Revision of the model on the Hub.")
-    trust_remote_code: bool = Field(False, description="Run the modelling code that comes with the checkpoint.")
+    trust_remote_code: bool = Field(False, description="Run the modeling code that comes with the checkpoint.")
     engine: EngineName = Field(
         "torch", description="Engine that computes log-probs: torch, vllm, or remote (a running `vllm serve`)."
     )
@@ -248,7 +248,7 @@ class ServerSettings(BaseSettings):
     max_tokens_bytes: int = Field(
         20 << 30,
         gt=0,
-        description="Maximum size in bytes of the token-id cache, which avoids tokenising the same dataset twice.",
+        description="Maximum size in bytes of the token-id cache, which avoids tokenizing the same dataset twice.",
     )
     # online scoring
     window_seconds: float = Field(
@@ -299,7 +299,7 @@ class ServerSettings(BaseSettings):
         10.0,
         gt=0,
         le=3600,
-        description="Maximum CPU time in seconds to tokenise a row. Rows that need more are skipped as bad rows.",
+        description="Maximum CPU time in seconds to tokenize a row. Rows that need more are skipped as bad rows.",
     )
     max_dataset_bytes: int = Field(256 << 30, gt=0, description="Maximum size of a dataset in bytes, after decompression.")
     max_group_bytes: int = Field(

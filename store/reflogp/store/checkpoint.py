@@ -66,7 +66,7 @@ class Checkpoint:
         return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
 
     def code_files(self) -> list[Path]:
-        """Return the Python files in the folder if the config refers to modelling code; otherwise, return an empty list."""
+        """Return the Python files in the folder if the config refers to modeling code; otherwise, return an empty list."""
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:

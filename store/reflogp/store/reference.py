@@ -350,7 +350,7 @@ def _reference_of(
         "dtype": compute_dtype,
         "lm_head_dtype": head_dtype,
     }
-    if "auto_map" in checkpoint.config:  # modelling code that comes with the weights can change log-probs
+    if "auto_map" in checkpoint.config:  # modeling code that comes with the weights can change log-probs
         content["code"] = sorted(digests[file] for file in checkpoint.code_files())
     digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
     return Reference(

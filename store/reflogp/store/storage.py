@@ -150,7 +150,7 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    An object store's message has several lines, and can contain ANSI colour codes and an XML document.
+    An object store's message has several lines, and can contain ANSI color codes and an XML document.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

@@ -1,6 +1,6 @@
 """Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
-TRL calls its hook `_precompute_ref_logps` with the dataset after tokenising and filtering it. The mixin overrides the hook to
+TRL calls its hook `_precompute_ref_logps` with the dataset after tokenizing and filtering it. The mixin overrides the hook to
 add the reference columns. The loss reads these columns, and TRL does not remove them with the unused columns. For trainers
 without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. All other training code is
 TRL's.
@@ -166,7 +166,7 @@ class CachedReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Implement TRL's hook: return the given tokenised and filtered dataset with reference columns added."""
+        """Implement TRL's hook: return the given tokenized and filtered dataset with reference columns added."""
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
@@ -233,8 +233,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenised rows. TRL has already tokenised all datasets except those of pairs with images, which
-        are tokenised here."""
+        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those of pairs with images, which
+        are tokenized here."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -296,7 +296,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Join the given dataset with its stored values, then evaluate on it as TRL does.
 
-        Versions of TRL before 1.7 do not tokenise a dataset that is passed to `evaluate`, so this method prepares it before the
+        Versions of TRL before 1.7 do not tokenize a dataset that is passed to `evaluate`, so this method prepares it before the
         join.
         """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)

@@ -157,7 +157,7 @@ def join_on_all_ranks(
     """Look up the values for a dataset's rows. Every process must have a copy of the dataset.
 
     Args:
-        dataset: the tokenised rows.
+        dataset: the tokenized rows.
         name: the dataset's name, for error messages.
         layout: the layout of the dataset's columns.
         source: where the values are stored.

@@ -24,7 +24,7 @@ class MissingLogpsError(ReferenceLogpsError):
     """Some rows have sequences that were never scored.
 
     Attributes:
-        rows: indices of the missing rows in the trainer's tokenised dataset. If several datasets have missing rows, only those
+        rows: indices of the missing rows in the trainer's tokenized dataset. If several datasets have missing rows, only those
             of the first such dataset are listed.
         command: command that scores the missing rows of all datasets; empty if the values come from a file.
         datasets: indices of the missing rows, by dataset name ("train", "eval", or the key of an evaluation set).
@@ -41,7 +41,7 @@ class UnusableLogpsError(ReferenceLogpsError):
     """Some rows have values that are damaged or not finite.
 
     Attributes:
-        rows: indices of the unusable rows in the trainer's tokenised dataset.
+        rows: indices of the unusable rows in the trainer's tokenized dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -53,7 +53,7 @@ class BroughtColumnsError(ReferenceLogpsError):
     """A dataset already has reference columns whose values differ from the reference's, or cannot be verified.
 
     Attributes:
-        rows: indices of the rows whose values differ, in the trainer's tokenised dataset.
+        rows: indices of the rows whose values differ, in the trainer's tokenized dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Join reference log-probs into a tokenised dataset, by key.
+"""Join reference log-probs into a tokenized dataset, by key.
 
 The module reflogp.store.joins looks up keys and computes sums. This module adds the columns to datasets, and reports rows
 without values.
@@ -127,7 +127,7 @@ def join_reference_logps(
     """Return `dataset` with the columns ref_chosen_logps and ref_rejected_logps added (for KTO: ref_logps and ref_KL_logps).
 
     Args:
-        dataset: tokenised rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
+        dataset: tokenized rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
             (IterableDataset) is joined as it is read.
         source: where the values are stored.
         max_length: `max_length` of the trainer's config. The joined values are the sums that TRL would precompute with this

@@ -1,6 +1,6 @@
-"""Translate the column names of tokenised datasets between TRL versions, and share reference columns between processes.
+"""Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-TRL versions are recognised by the columns and functions that exist, never by version number.
+TRL versions are recognized by the columns and functions that exist, never by version number.
 
     DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
     DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
@@ -39,7 +39,7 @@ REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a tokenised dataset, and how to convert them to the columns of the newest TRL.
+    """The columns of a tokenized dataset, and how to convert them to the columns of the newest TRL.
 
     Attributes:
         columns: names of the columns that contain token ids.
@@ -67,7 +67,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
     """Return the layout of a dataset with these columns.
 
     Args:
-        column_names: names of the tokenised dataset's columns.
+        column_names: names of the tokenized dataset's columns.
         trainer: the trainer that reads the reference columns, or None to use the names of the newest TRL.
     """
     there = set(column_names)

@@ -83,7 +83,7 @@ def fill_in(
 
     Args:
         trainer: the trainer whose model computes the log-probs.
-        dataset: the tokenised rows, as prepared by TRL.
+        dataset: the tokenized rows, as prepared by TRL.
         missing: indices of the rows without values, int64 of shape (n,).
         columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
             column name.

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from reflogp.store import UsageError
 
-#: Method that TRL calls with each tokenised dataset, and that returns the dataset with reference columns.
+#: Method that TRL calls with each tokenized dataset, and that returns the dataset with reference columns.
 HOOK = "_precompute_ref_logps"
 #: The first version of TRL whose DPOTrainer has the hook. With older versions, reference columns are added after the trainer is
 #: constructed.

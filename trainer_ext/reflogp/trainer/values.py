@@ -215,7 +215,7 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenised rows in a job, and return the values at the snapshot that contains the job's
+        """Have the service score tokenized rows in a job, and return the values at the snapshot that contains the job's
         results.
 
         Args:

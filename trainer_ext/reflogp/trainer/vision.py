@@ -3,7 +3,7 @@
 Stored log-probs are looked up by token ids alone, so a row with unsupported media could get the values of a different input. To
 prevent this, datasets are checked before a trainer prepares them.
 
-TRL tokenises pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
+TRL tokenizes pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
 tokens from which a row's keys are computed. To save time, the collator gets blank images of the same sizes for this purpose,
 instead of the row's images. Afterwards, image ids replace the image tokens (reflogp.store.images). Because the collator drops
 the reference columns, reflogp adds these columns to the collator's output.

@@ -104,7 +104,7 @@ class ConfinedProcess:
         if failed:
             self.socket.close()
             reason = getattr(failed[0], "strerror", None) or failed[0]
-            raise ReflogpError(f"cannot start a process to read or tokenise data: {reason}") from failed[0]
+            raise ReflogpError(f"cannot start a process to read or tokenize data: {reason}") from failed[0]
 
     def stir(self) -> None:
         """Restart the timer after which `watch` kills a child that makes no progress."""

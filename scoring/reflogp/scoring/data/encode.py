@@ -1,7 +1,7 @@
 """Encode examples as token ids in the same way as TRL.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
-only to plain-text completions. Two texts are tokenised: the prompt, and the prompt followed by the completion. The completion
+only to plain-text completions. Two texts are tokenized: the prompt, and the prompt followed by the completion. The completion
 starts where the two lists of tokens first differ. In a pair, both completions start at the earlier of the two positions found
 in this way. This module does not import trl. Templates and tokenizers run in the process that calls this module. `row_process`
 calls it in child processes that can be killed.
@@ -19,7 +19,7 @@ from reflogp.scoring.errors import TokenizerError
 from reflogp.store.texts import first_line
 
 #: Error message for a row that reached the memory limit.
-TOO_MUCH_MEMORY = "tokenising the row takes too much memory"
+TOO_MUCH_MEMORY = "tokenizing the row takes too much memory"
 #: A prompt and its completions as token ids.
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
@@ -108,7 +108,7 @@ def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer uses transformers' own `apply_chat_template`.
 
     Many texts that such a tokenizer has rendered can be encoded in one batch. The token ids are the same as if
-    `apply_chat_template` had tokenised each text.
+    `apply_chat_template` had tokenized each text.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

@@ -1,9 +1,9 @@
-"""Tokenise rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
+"""Tokenize rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
 list of parts. Placeholders for the images are inserted at the start of the first user message whose content is text. If there
 is no such message, the messages must already contain the placeholders. After the chat template is rendered, the prompt and the
-completions are tokenised separately, without adding special tokens. Plain text is used unchanged; no EOS token is appended.
+completions are tokenized separately, without adding special tokens. Plain text is used unchanged; no EOS token is appended.
 This module does not import trl.
 """
 

@@ -1,4 +1,4 @@
-"""Tokenise rows in child processes that can be killed.
+"""Tokenize rows in child processes that can be killed.
 
 A chat template is a program whose input is a row. Such a program can run forever or build a string of several terabytes, and a
 single operation of Python or of a tokenizer cannot be interrupted. Therefore, rows are rendered and encoded in forked child
@@ -64,7 +64,7 @@ TokenArrays = tuple[Ids, tuple[Ids, ...]]
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Resource limits for tokenising rows.
+    """Resource limits for tokenizing rows.
 
     Attributes:
         seconds: seconds of processor time for one row.
@@ -83,13 +83,13 @@ def _cores() -> int:
 
 
 class RowTokenizer:
-    """A pool of child processes that tokenise the rows of one dataset. As a context manager, it kills them on exit.
+    """A pool of child processes that tokenize the rows of one dataset. As a context manager, it kills them on exit.
 
     Args:
         tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
         form: "preference" or "kto".
         limits: resource limits for each row; None for the defaults.
-        check: function that is called about ten times a second while rows are tokenised. It can stop the work by raising an
+        check: function that is called about ten times a second while rows are tokenized. It can stop the work by raising an
             error.
     """
 
@@ -115,7 +115,7 @@ class RowTokenizer:
     def tokenize(
         self, rows: Sequence[dict[str, Any]], images: Sequence[tuple[RowImage, ...] | RowError] | None = None
     ) -> list[list[TokenArrays | RowError]]:
-        """Tokenise rows.
+        """Tokenize rows.
 
         Args:
             rows: the columns of each row.
@@ -229,18 +229,18 @@ class RowTokenizer:
             self._slow += 1
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
-                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: "
-                    "tokenising does not finish with this chat template or with the content of these rows"
+                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenize: "
+                    "tokenizing does not finish with this chat template or with the content of these rows"
                 )
 
     def _why(self, status: int, still: bool) -> str:
         if still:
-            return f"tokenising the row made no progress for {STILL * self._limits.seconds:g} s"
+            return f"tokenizing the row made no progress for {STILL * self._limits.seconds:g} s"
         if status == -signal.SIGPROF:
-            return f"tokenising the row took more than {self._limits.seconds:g} s of processor time"
+            return f"tokenizing the row took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
-            return f"the process crashed while tokenising the row ({signal.Signals(-status).name}; perhaps out of memory)"
-        return f"the process crashed while tokenising the row (status {status})"
+            return f"the process crashed while tokenizing the row ({signal.Signals(-status).name}; perhaps out of memory)"
+        return f"the process crashed while tokenizing the row (status {status})"
 
 
 @dataclass
@@ -374,7 +374,7 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 
 
 def _work(tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap) -> None:
-    """Tokenise the chunks that the parent sends, until the parent closes the socket."""
+    """Tokenize the chunks that the parent sends, until the parent closes the socket."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads do not exist in a fork
     prepare_child()
     with os.fdopen(SOCKET, "rb", closefd=False) as reader:
@@ -394,7 +394,7 @@ def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
 def _answer(
     rows: list[dict[str, Any]], tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap
 ) -> tuple[dict[str, Any], array[int]]:
-    """Tokenise the rows of a chunk: render each row alone, then encode all of them in one batch."""
+    """Tokenize the rows of a chunk: render each row alone, then encode all of them in one batch."""
 
     def begin(row: int) -> None:
         _MARK.pack_into(place, 0, row)
@@ -441,7 +441,7 @@ def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
     except MemoryError:
         return [RowError(TOO_MUCH_MEMORY)]
     except Exception as error:
-        return [RowError(f"the row cannot be tokenised: {type(error).__name__}: {_first_line(error)}")]
+        return [RowError(f"the row cannot be tokenized: {type(error).__name__}: {_first_line(error)}")]
 
 
 def _with_images(columns: dict[str, Any], tokens: ImageTokens) -> list[Tokens]:

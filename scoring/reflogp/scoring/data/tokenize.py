@@ -1,4 +1,4 @@
-"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
+"""Load a tokenizer and tokenize datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
 
 Users can replace the model's own tokenizer and its chat template. Text is rendered and encoded by `encode`, in child processes
 that `row_process` can kill. This module does not import trl.
@@ -80,7 +80,7 @@ def tokenize_dataset(
     check: Callable[[], None] | None = None,
     load_vision: Callable[[], VisionProcessor | None] | None = None,
 ) -> Iterator[TokenizedRows]:
-    """Tokenise a dataset, `window` rows at a time, in bounded memory.
+    """Tokenize a dataset, `window` rows at a time, in bounded memory.
 
     Args:
         source: the rows.
@@ -99,7 +99,7 @@ def tokenize_dataset(
 
     Raises:
         DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
-            rows is examined); many rows took too long to tokenise; or a column of images first appears in a later window of a
+            rows is examined); many rows took too long to tokenize; or a column of images first appears in a later window of a
             stream.
         TokenizerError: there is no tokenizer for text rows, or the tokenizer lacks a chat template or an EOS token that the
             rows need.
@@ -136,9 +136,9 @@ def tokenize_dataset(
                     f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
                     "text; add a column named images, with an empty list, to the stream's first row"
                 )
-            with span("tokenise", rows=len(rows)) as tokenising:
+            with span("tokenize", rows=len(rows)) as tokenizing:
                 tokenized = _tokenize_window(rows, children, outputs, check, images)
-                tokenising.set(tokens=tokenized.tokens())
+                tokenizing.set(tokens=tokenized.tokens())
             yield tokenized
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
@@ -209,7 +209,7 @@ def _tokenize_window(
     check: Callable[[], None] | None,
     images: _Images | None,
 ) -> TokenizedRows:
-    """Tokenise one window of rows; `children` is None for the tokens format."""
+    """Tokenize one window of rows; `children` is None for the tokens format."""
     problems: dict[int, str] = {}
     readable: list[Row] = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""Tokenise a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
+"""Tokenize a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
 
 A file of token ids is named after a digest of the dataset's content, the tokenizer's files, the format, the split and the
 library versions. When the service runs a second job with the same dataset, or repeats a job, it reads the file of token ids
-instead of tokenising again.
+instead of tokenizing again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenizedDataset:
 
     Args:
         source: the rows.
-        load: function that returns the tokenizer. It is called once, before the first row is tokenised.
+        load: function that returns the tokenizer. It is called once, before the first row is tokenized.
         form: the dataset's format; None to detect it.
         kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
             pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
@@ -49,8 +49,8 @@ class TokenizedDataset:
         unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
             function must raise an error if the dataset's content may have changed after its digest was computed for the file's
             name.
-        limits: limits for tokenising a row; None for the defaults.
-        check: function that is called many times a second while rows are read and tokenised. It can stop the work by raising an
+        limits: limits for tokenizing a row; None for the defaults.
+        check: function that is called many times a second while rows are read and tokenized. It can stop the work by raising an
             error.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
 
@@ -98,7 +98,7 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Stop the iterations that are tokenising rows in other threads: they raise StoppedError.
+        """Stop the iterations that are tokenizing rows in other threads: they raise StoppedError.
 
         Iterations that read token ids from a file are not stopped.
         """

@@ -20,7 +20,7 @@ from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
 
-_COLOURS = ("#1f5fae", "#c4601d", "#6b7280")
+_COLORS = ("#1f5fae", "#c4601d", "#6b7280")
 _SIZE, _DPI = (7.2, 4.0), 110
 #: Names of all files, other than the page, that a report may write to its folder.
 PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png")
@@ -54,8 +54,8 @@ def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> lis
 
 
 def _histograms(axes: Any, values: Histograms) -> None:
-    for colour, (series, counts) in zip(_COLOURS, values.counts.items(), strict=False):
-        axes.stairs(counts, values.edges, fill=True, alpha=0.55, color=colour, label=f"{series} ({sum(counts):,})")
+    for color, (series, counts) in zip(_COLORS, values.counts.items(), strict=False):
+        axes.stairs(counts, values.edges, fill=True, alpha=0.55, color=color, label=f"{series} ({sum(counts):,})")
     if values.zero:
         axes.axvline(0, color="#1b1f24", linewidth=1)
     axes.set(title=values.title, xlabel=values.unit)
@@ -68,7 +68,7 @@ def _density(axes: Any, density: Density) -> None:
     axes.pcolormesh(edges, density.means, np.where(counts > 0, counts, np.nan), cmap="Blues", vmin=-0.2 * counts.max())
     middles = np.sqrt(edges[:-1] * edges[1:])
     medians = [np.nan if median is None else median for median in density.medians]
-    axes.plot(middles, medians, color=_COLOURS[1], linewidth=2, label="median")
+    axes.plot(middles, medians, color=_COLORS[1], linewidth=2, label="median")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     axes.set(title="Length against mean log-prob per token", xlabel="tokens of the completion", ylabel="nats per token")
@@ -76,8 +76,8 @@ def _density(axes: Any, density: Density) -> None:
 
 
 def _truncation(axes: Any, curve: Curve, marked: int) -> None:
-    for colour, (series, shares) in zip(_COLOURS, curve.shares.items(), strict=False):
-        axes.plot(curve.max_lengths, [100 * share for share in shares], color=colour, linewidth=2, label=series)
+    for color, (series, shares) in zip(_COLORS, curve.shares.items(), strict=False):
+        axes.plot(curve.max_lengths, [100 * share for share in shares], color=color, linewidth=2, label=series)
     axes.axvline(marked, color="#6b7280", linewidth=1, linestyle="--", label=f"{marked:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")

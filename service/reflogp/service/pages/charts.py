@@ -1,6 +1,6 @@
 """Draw charts as inline SVG for pages: a histogram, and throughput over time.
 
-Colours and fonts come from the CSS classes in the stylesheet. Every chart has a title and a text description.
+Colors and fonts come from the CSS classes in the stylesheet. Every chart has a title and a text description.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class JobContext:
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing values and committing them.
         bounds: limits on reading datasets.
-        rows: limits on tokenising one row.
+        rows: limits on tokenizing one row.
     """
 
     store: Store

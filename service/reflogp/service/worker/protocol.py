@@ -52,7 +52,7 @@ class WorkerConfiguration:
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
         window_seconds: time in seconds that an online request waits for other requests, so that they can be computed together.
         row_bytes, dataset_bytes, group_bytes: limits on reading datasets.
-        row_seconds: maximum CPU time in seconds for tokenising one row.
+        row_seconds: maximum CPU time in seconds for tokenizing one row.
     """
 
     device: str

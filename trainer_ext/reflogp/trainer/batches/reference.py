@@ -55,7 +55,7 @@ class BatchReference(ReferenceDuringTraining):
     Args:
         source: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums over whole
             completions.
-        datasets: every tokenised dataset that the trainer will use, by name: {"train": …, "eval": …}.
+        datasets: every tokenized dataset that the trainer will use, by name: {"train": …, "eval": …}.
         output_dir: folder in which to write the sequences of rows without values, as reflogp-missing.parquet.
         run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
             separate process.

@@ -32,7 +32,7 @@ _ROWS_AT_ONCE = 1024
 
 
 class TokenDataset(Protocol):
-    """A framework's tokenised dataset, with exactly the tokens that the framework puts into its batches.
+    """A framework's tokenized dataset, with exactly the tokens that the framework puts into its batches.
 
     Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). A sequence is a tuple
     of its token ids (without padding) and the index of its completion's first token. Every row has the same number of
@@ -62,7 +62,7 @@ class LabelledColumns:
         names = [name for pair in columns for name in pair]
         missing = [name for name in names if name not in (dataset.column_names or ())]
         if missing:
-            raise UsageError(f"the tokenised dataset has no column {', '.join(missing)}; it has {dataset.column_names}")
+            raise UsageError(f"the tokenized dataset has no column {', '.join(missing)}; it has {dataset.column_names}")
         self._rows = dataset.select_columns(names).with_format("arrow")
         self._columns = columns
 

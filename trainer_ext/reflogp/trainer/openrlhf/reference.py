@@ -23,7 +23,7 @@ class RewardRows:
     """A TokenDataset that reads OpenRLHF's RewardDataset exactly as OpenRLHF's data loader does.
 
     A row of a RewardDataset (openrlhf/datasets/reward_dataset.py) contains the tokens of both sequences, which are truncated
-    and end with EOS. It also contains the number of prompt tokens, which OpenRLHF counts by tokenising the prompt alone.
+    and end with EOS. It also contains the number of prompt tokens, which OpenRLHF counts by tokenizing the prompt alone.
 
     Raises UsageError if the dataset was not created for DPO.
     """
