@@ -37,8 +37,8 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run
-            without tokens; in that case, clients need none.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A client needs no token for a service that runs without tokens,
+            which is possible if the service listens only on loopback.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
             most 5 seconds.
 
@@ -168,7 +168,7 @@ class Client:
                 which the service downloads if its settings allow it; or a ServicePath, ServiceUri or Uploaded.
             reference: name or id of the reference.
             split: split of a saved DatasetDict or of a dataset on the Hub.
-            idempotency_key: a key that identifies the job. The service refuses the same key for a different job.
+            idempotency_key: a key that identifies the job. The service refuses a key that was already used for a different job.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
         Returns:
@@ -200,8 +200,8 @@ class Client:
 
         Args:
             state: return only jobs in this state.
-            before: id of a job; only older jobs are returned. To get the next page, pass the `next_before` of the current
-                page.
+            before: id of a job; only jobs that are older than that job are returned. To get the next page, pass the
+                `next_before` of the current page.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
@@ -374,8 +374,8 @@ class AsyncClient:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run
-            without tokens; in that case, clients need none.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A client needs no token for a service that runs without tokens,
+            which is possible if the service listens only on loopback.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
 
     Examples:

@@ -64,7 +64,7 @@ class Following:
     Args:
         job: id of the job.
         url: URL of the service, for messages.
-        timeout: number of seconds for the whole watch, or None to watch until the job ends.
+        timeout: maximum number of seconds for the whole call, or None for no maximum.
     """
 
     def __init__(self, job: str, url: str, timeout: float | None) -> None:
@@ -80,7 +80,8 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        If the timeout has expired, raises the error for the last failure, or DeadlineExceededError if there was no failure.
+        If the timeout has expired, raises the error of the last attempt to read the stream, or DeadlineExceededError if that
+        attempt did not fail.
         """
         self._check_time()
         self._parser = EventParser()
@@ -90,8 +91,8 @@ class Following:
     def take(self, chunk: bytes) -> list[Job]:
         """Return the new states of the job that a chunk of the stream reports, one for each change.
 
-        Raises ServiceFailedError if an event cannot be read. If the timeout has expired, raises the error for the last failure,
-        or DeadlineExceededError if there was no failure.
+        Raises ServiceFailedError if an event cannot be read. If the timeout has expired, raises the error of the last attempt
+        to read the stream, or DeadlineExceededError if that attempt did not fail.
         """
         self._heard_at = time.monotonic()
         changes = []
@@ -115,8 +116,8 @@ class Following:
     def pause(self, cause: protocol.Outcome) -> float:
         """Return the number of seconds to wait before the stream is reopened.
 
-        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the
-        corresponding error if the service refused the request, was never reached, or has not responded for too long.
+        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises an error
+        if the service refused the request, was never reached, or has not responded for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

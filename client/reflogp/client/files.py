@@ -32,7 +32,7 @@ class LocalFile:
         name: name under which a service will keep the file.
         size: size in bytes.
         sha256: hexadecimal digest of the content.
-        progress: a function that is called while the file is being sent.
+        progress: called with (bytes sent, total bytes) while the file is being sent.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class LocalFile:
             raise UsageError(f"{self.path} changed while it was being sent; send it again when it is complete")
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's bytes in chunks, each of which is read outside the event loop's thread.
+        """Yield the file's bytes in chunks, and read each chunk outside the event loop's thread.
 
         Raises UsageError if the file's size has changed.
         """

@@ -82,7 +82,8 @@ class JobSettings(TypedDict, total=False):
         format: format of the dataset, or None to detect it from the columns.
         max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: which end of a sequence to keep if it exceeds max_length; "keep_start" by default.
-        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; affects the sums in the result.
+        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; applied to the sums in the
+            job's result.
         priority: from -100 to 100, 0 by default; jobs with a higher priority run first.
         title: a human-readable label.
 
@@ -187,15 +188,15 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: id of the reference that scores the dataset, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: the dataset's split and config, and one of upload, path and uri (without its query); empty if a different token
-            submitted the job and the client's token has no permission to read.
+        dataset: a dict with the dataset's split, its config, and one of upload, path and uri (without the query). The dict is
+            empty if a different token submitted the job and the client's token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
         error: why the job failed.
         summary: the same content that `reflogp score --json` prints for a run, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
-        finished_at: end of the job, or None if the job has not ended.
+        finished_at: time when the job was done, failed or was cancelled, or None before that time.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
         throughput: pairs of running time in seconds and tokens per second, measured several times during the latest attempt.

@@ -137,7 +137,8 @@ class Call:
 
     Attributes:
         content: body of the request; a file is streamed.
-        again: failures after which the request is retried; a busy response (429, 503) is always retried.
+        again: types of connection errors after which the request is sent again. After a busy response (429, 503), it is always
+            sent again.
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
         until: deadline for all attempts, as a time on the clock of time.monotonic, or None for no deadline. Each attempt tells
             the service how much time is left.
@@ -198,7 +199,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return how many entries to send in the next request, after a request with `count` entries was too large (413).
+    """Return how many keys or sequences to send in the next request, after a request with `count` of them was too large (413).
 
     Raises `error` if its status is not 413, or if `count` is 1.
     """
@@ -224,7 +225,8 @@ def _lookup_of(response: httpx.Response) -> Lookup:
 
 
 def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:
-    """Apply `read` to a response's table and its metadata. Raises ServiceFailedError if the response cannot be read."""
+    """Return `read(table, metadata)` for the Arrow table in a response. Raises ServiceFailedError if the response cannot be
+    read."""
     try:
         table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
         return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})
@@ -238,7 +240,8 @@ def float_lists(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]
 
 
 def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
-    """Apply `read` to a response's JSON. Raises ServiceFailedError if it is not JSON or has an unexpected shape."""
+    """Return `read(body)` for a response's JSON body. Raises ServiceFailedError if the body is not JSON or has an unexpected
+    shape."""
     try:
         return read(response.json())
     except UNREADABLE as error:
@@ -246,7 +249,7 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return only the entries of a response that are fields of the dataclass `kind`; a newer service may send more."""
+    """Return only the entries that are fields of the dataclass `kind`, because a newer service may send additional ones."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 

@@ -37,7 +37,7 @@ class Scores:
         token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
         reference_id: id of the reference model that computed the values.
         hits: number of sequences whose values came from the store.
-        engine_seconds: time spent computing, in seconds.
+        engine_seconds: time that the service spent on computation, in seconds.
         queue_seconds: time spent waiting in the service's queue, in seconds.
 
     Examples:
@@ -65,9 +65,10 @@ class Scores:
 
 
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
-    """Return a request's table for n sequences, with the columns prompt_ids, completion_ids and, if given, attention_mask.
+    """Return the table to send in a request for n sequences, with the columns prompt_ids, completion_ids and, if given,
+    attention_mask.
 
-    Raises UsageError if the arguments are not lists of token ids, or differ in their number of lists.
+    Raises UsageError if the arguments are not lists of token ids, or do not all contain the same number of lists.
     """
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
@@ -139,7 +140,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return the error of each sequence (None if it was scored), and the scores."""
+    """Return each sequence's error message (None if the sequence was scored), and the scores, from a response."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])

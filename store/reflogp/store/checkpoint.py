@@ -87,10 +87,10 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the config, the weight index and the adapter config still match this checkpoint.
+        """Return True if the files still contain this checkpoint's config, names of weight files, and adapter config.
 
         Args:
-            read: for the path of each file, a function that returns the file's current content.
+            read: functions that return the current content of a file, by the file's path.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -242,7 +242,8 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Read a safetensors header. Return the size of the complete file in bytes, and the header's tensor entries by name."""
+    """Read a safetensors header. Return the size in bytes that the file must have to be complete, and the header's tensor
+    entries, by name."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

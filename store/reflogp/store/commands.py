@@ -23,8 +23,8 @@ class ScoreArguments:
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
         dtype: compute dtype of the reference model, or "auto" for the dtype in which the model was scored into the store.
-        settings: the trainer's settings; ld_alpha is ignored, because scoring stores one value per token, to which ld_alpha is
-            applied later.
+        settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
+            later, when the values are summed.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved DatasetDict or of a dataset on the Hub.
@@ -69,7 +69,8 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block fails because nothing has been scored yet, add the command line `command` to the error message."""
+    """If the `with` block fails because the store has no values of the model, tell the user to score the data with
+    `command`."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

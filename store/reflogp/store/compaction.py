@@ -160,7 +160,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """Reads a shard's rows in key order, one range of keys at a time."""
+    """Reads a shard's rows in key order; each call returns the rows of the next range of keys."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -168,7 +168,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows: those not yet returned whose keys start with a 64-bit word below `behind`."""
+        """Return the rows that were not returned before and whose key begins with a 64-bit word below `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -185,9 +185,10 @@ def small_shards_allowed() -> int:
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if there are more than `allowed`. Return None if no compaction was needed, or if it failed.
+    """Merge the small shards if the table has more than `allowed` of them. Return None if nothing was merged.
 
-    The appended rows are already committed, so a failed compaction only causes a warning.
+    If the compaction fails, a warning is issued instead of an error, because the rows that the caller appended are already
+    committed.
     """
     if sum(size < SMALL_BYTES for size in table.shards().values()) <= allowed:
         return None
@@ -201,14 +202,14 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
 def vacuum(
     table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
 ) -> list[str]:
-    """Delete shards that compaction replaced and files that were never committed, if they are older than the retention.
+    """Delete shards that compaction replaced and files that were never committed, if they are older than the retention period.
 
     A snapshot can no longer be read after one of its shards is deleted.
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age, in hours, of the files to delete. It must exceed the time that any reader uses an old
-            snapshot, and the time that any writer takes to prepare a commit.
+        retention_hours: minimum age, in hours, of the files to delete. It must be longer than any reader uses an old snapshot,
+            and longer than any writer needs to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
         alone: whether to allow a retention below 1 hour, which is safe only if no other process is using the store.
 
@@ -217,7 +218,8 @@ def vacuum(
 
     Raises:
         UsageError: `retention_hours` is so short that files that a writer is about to commit could be deleted.
-        DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
+        DamagedStoreError: the log is damaged or a shard is missing. Nothing is deleted, because a repair may need files that
+            seem unused.
         StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written.
 
     Examples:
@@ -271,7 +273,7 @@ def _in_order(shards: Sequence[Shard]) -> bool:
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """Return the maximum number of shards whose key ranges all contain the same key."""
+    """Return the largest number of shards whose key ranges overlap at a single key."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

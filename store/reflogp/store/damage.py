@@ -115,10 +115,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
 
 def _bring_back(table: LogprobTable) -> None:
-    """Append the rows of undamaged shards that are not named in any log entry.
+    """Append to the table the rows of all undamaged shards that no log entry names.
 
     Such a shard was either committed by a log entry that is now lost, or left behind by a writer that crashed. Either way, its
-    rows are valid values of this reference. For keys that the table already has, the existing values are kept.
+    rows are valid values of this reference. If the table already has values for a key, those values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}

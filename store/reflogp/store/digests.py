@@ -171,7 +171,7 @@ class OpenFiles:
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """Return the sha256 (hex) of the given files, or of all files in the set; see `file_digests`."""
+        """Return the sha256 (hex) of `paths`, or of all files in the set if `paths` is None; see `file_digests`."""
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
 
@@ -179,12 +179,12 @@ class OpenFiles:
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
     """Create a temporary folder through which libraries can read files that are already open.
 
-    Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that changes at the original paths do not
-    affect what is read. Only this process can use the folder.
+    Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that reads return the same file even if
+    another file is moved to the original path. Only this process can use the folder.
 
     Args:
         files: open files by relative name.
-        name: name of the folder, which transformers uses in the names of the modules that it loads from there.
+        name: name of the folder. transformers uses it in the names of the Python modules that it loads from the folder.
         others: paths of additional files that are not open, by relative name; the folder links to these paths.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
@@ -278,8 +278,8 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
     """Return the sha256 that a hub cache uses as the file's blob name, or None if the blob may have changed since it was named.
 
     The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
-    trusted only if the blob was not written to after the oldest link to it was created. In addition, no other user must be able
-    to write to the blob, or to the folders that contain the blob and the link. If the result is None, the file is hashed.
+    trusted only if the blob was not written to after the oldest link to it was created. It is not trusted if another user can
+    write to the blob, or to the folder that contains the blob or the link. If the result is None, the file is hashed.
     """
     try:
         if file.link is None or not file.path.is_symlink():
@@ -303,9 +303,9 @@ class _Memory:
     """A cache of digests from earlier runs, with one small file for each hashed path.
 
     If the cache folder cannot be used, files are hashed again. The folder and every file in it must belong to the current user
-    and must not be writable by anyone else. A user who can write a digest there can choose the reference id of somebody else's
-    model. All files in the cache are opened through the descriptor of the folder that was checked, even if somebody renames the
-    folders above it.
+    and must not be writable by anyone else. Otherwise, another user could write a false digest there, and thereby change the
+    reference id of this user's model. All files in the cache are opened through the descriptor of the folder that was checked,
+    so they are in that folder even if somebody renames the folders above it.
     """
 
     def __enter__(self) -> _Memory:
@@ -366,7 +366,8 @@ def _place(file: OpenFile) -> str:
 
 
 def _remembered(identity: FileIdentity) -> list[int]:
-    """Return a file's identity without the device number, which may change when the machine restarts."""
+    """Return a file's identity as the cache stores it: without the device number, which may change when the machine
+    restarts."""
     return [identity.inode, identity.size, identity.mtime_ns, identity.ctime_ns]
 
 

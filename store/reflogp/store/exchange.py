@@ -285,7 +285,7 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
     Args:
         reference: the reference model whose log-probs the export contains.
         snapshot, rows, tokens: the number of the snapshot, its number of rows, and its total number of log-probs.
-        made: for each provenance (a JSON string that tells how values were computed), the number of rows that have it.
+        made: number of rows with each provenance. A provenance is a JSON string that tells how a row's values were computed.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():

@@ -280,8 +280,10 @@ class _Repository:
         """Return the repository's parsed contents.json, or None if the repository is empty or has only a dataset card.
 
         Args:
-            read_only: if True, also raise UsageError for a repository that is empty or has only a dataset card.
-            replace: if True, return None if contents.json is damaged, because the push will replace it.
+            read_only: whether to raise UsageError, instead of returning None, for a repository that is empty or has only a
+                dataset card.
+            replace: whether to return None, instead of raising UsageError, if contents.json is damaged. The push then writes a
+                new one.
 
         Raises UsageError if the repository was not pushed by reflogp, or if its contents.json is damaged.
         """
@@ -305,7 +307,8 @@ class _Repository:
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return True if the repository has all the export's files, with the same sha256 for each Parquet file."""
+        """Return True if the repository has all of the export's files, and its Parquet files have the same sha256 as the
+        export's."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
@@ -328,7 +331,7 @@ class _Repository:
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Replace the export in the repository, in a single commit."""
+        """Upload the export in `folder`, and delete the previous export's other Parquet files, in a single commit."""
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )

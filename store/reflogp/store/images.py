@@ -94,7 +94,7 @@ def _media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return a content part's `type` if that is a media type; otherwise, its first key that names media, or None for text."""
+    """Return the `type` of a content part if it is a media type; otherwise, the part's first media key, or None for text."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -159,7 +159,7 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
     Args:
         image: the image's `pixel_digest`.
         settings: the image processor's `settings_digest`.
-        count: number of tokens of the image.
+        count: number of image tokens that represent the image.
 
     Examples:
         >>> from reflogp.store.images import image_ids
@@ -207,7 +207,7 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text whose images have these sizes and modes. Image tokens are not yet replaced with ids.
+        """Return the token ids of a text whose images have these sizes and modes. The ids do not yet contain image ids.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
@@ -218,8 +218,8 @@ class ImageTokens:
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
 
-        Raises UsageError if the tokenizer has neither an EOS token nor a padding token. One of them is needed to separate the
-        images.
+        Raises UsageError if the tokenizer has neither an EOS token nor a padding token. One of them is put between the images,
+        so that each image's tokens can be counted.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -240,7 +240,7 @@ class ImageTokens:
         return self._counts[kinds]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
-        """Return all n token ids as an int64 array, with image ids in place of the image tokens.
+        """Return `ids` as an int64 array in which image ids replace the image tokens.
 
         Args:
             ids: token ids that the method `ids` returned.
@@ -306,7 +306,8 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace an array of pixels with zeros of the same shape and dtype that take no memory. Return other values unchanged."""
+    """Replace an array of pixels with an array of the same shape and dtype that stores only a single zero. Return other values
+    unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

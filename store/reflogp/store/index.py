@@ -1,7 +1,7 @@
 """Look up keys in a sorted index, which points to the row with the most log-probs for each key.
 
-An index is built either once for all keys of a snapshot, or anew for each lookup from the row groups that the lookup reads.
-This module reads no files.
+An index is built either once, for all keys of a snapshot, or again for each lookup, from only the row groups that the lookup
+reads. This module reads no files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Layer:
-    """Index entries sorted by key: one entry per key, which points to the longest row with that key."""
+    """Index entries sorted by key. Each key has one entry, which points to the key's row with the most log-probs."""
 
     hi: Words
     lo: Words
@@ -133,7 +133,7 @@ class Layer:
 
 
 def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
-    """Return the index of the longest entry of each key, in key order."""
+    """Return the index of each key's entry with the most log-probs, in key order."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]
     if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key

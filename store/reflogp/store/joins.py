@@ -74,7 +74,7 @@ class Asked:
     def digest(self) -> str:
         """Return a digest of all keys and of the number of values needed for each key.
 
-        Two datasets with equal digests need the same values.
+        If two datasets have equal digests, they need the same values.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
@@ -90,7 +90,7 @@ class Join:
 
     Attributes:
         logps: summed log-probs for each reference column, float32 of shape (n,); NaN for `missing` rows.
-        keys: n keys for each token column, in the same order as `logps`.
+        keys: n keys for each token column; the columns are in the same order as in `logps`.
         tokens: for each token column, the number of log-probs in each sum, int64 of shape (n,).
         missing: rows for which the snapshot lacks at least one of the needed values, bool of shape (n,).
         unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
@@ -148,16 +148,16 @@ def join_logps(
     """Return the reference log-probs of tokenized rows. All keys are computed first and then looked up together.
 
     Args:
-        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
-            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
+        tables: tokenized rows: one table, or an iterable of tables that are read one at a time. The columns are prompt_ids,
+            chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         lookup: source of the values: a Snapshot, or another object with the same `find` method.
         max_length: the trainer's maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: the trainer's `truncation_mode`: "keep_start" or "keep_end".
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
-            None to give all tokens the same weight; None is required for rows that are not pairs.
+            None to give all tokens the same weight. It must be None for rows that are not pairs.
 
     Returns:
-        A Join with float32 sums in nats, which also marks the rows that have no sum.
+        A Join: the sums in nats, as float32, and the rows that have no sum.
 
     Raises:
         UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.
@@ -177,8 +177,8 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     """Compute the keys of tokenized rows, and the number of values per key that a trainer with these settings needs.
 
     Args:
-        tables: tokenized rows, as one table or as an iterable of tables, which is read one table at a time. The columns are
-            prompt_ids, chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
+        tables: tokenized rows: one table, or an iterable of tables that are read one at a time. The columns are prompt_ids,
+            chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
         max_length, truncation_mode: the trainer's settings of the same names.
 
     Raises:
@@ -202,7 +202,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
     Args:
         lookup: source of the values.
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
-            None to give all tokens the same weight; None is required for rows that are not pairs.
+            None to give all tokens the same weight. It must be None for rows that are not pairs.
 
     Raises UsageError if ld_alpha is given without pairs.
     """

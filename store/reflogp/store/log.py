@@ -49,7 +49,8 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of a commit's changes for its commitInfo: the shards it adds, with digests, and the paths it removes."""
+    """Return what a commitInfo records of a commit's changes: the shards that are added, with digests, and the paths
+    removed."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -129,7 +130,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
 
 
 def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
-    """Read an entry and compare its actions with its commitInfo. For a missing entry, `problem` is GONE."""
+    """Read an entry and compare its actions with its commitInfo. If the entry is missing, its `problem` is GONE."""
     data = storage.read_file(filesystem, entry_path(version))
     if data is None:
         return Entry(version, problem=GONE)
@@ -160,7 +161,8 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
     """Compare an entry's actions with its commitInfo, and set the entry's `problem` if they differ.
 
-    The descriptions of shards in the commitInfo, which include digests, replace those in the actions.
+    In the entry's `added`, the shards' descriptions from the commitInfo replace those from the actions, because only the
+    commitInfo has digests.
     """
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
@@ -212,11 +214,12 @@ def checked(
 ) -> Replayed:
     """Replay the log, and compare the resulting shards with those that delta-rs finds.
 
-    If they differ although the replay found no damage, the checkpoints are reported as damaged.
+    If the shards differ although the replay found no damage, the checkpoints are reported as damaged. Unlike `replay`, delta-rs
+    starts from a checkpoint.
 
     Args:
         filesystem, last, progress: passed to `replay`.
-        shards: size in bytes, by path, of each shard that delta-rs finds. Unlike `replay`, delta-rs starts from a checkpoint.
+        shards: size in bytes, by path, of each shard that delta-rs finds.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
@@ -225,8 +228,8 @@ def checked(
 
 
 def repaired(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return new content for a damaged entry: its readable parts, and all undamaged shards that its bytes name and
-    that it does not remove.
+    """Return new content for a damaged entry: its readable lines, and every undamaged shard whose name is in the entry's bytes,
+    except the shards that the entry removes.
 
     Args:
         entry: the damaged entry.

@@ -194,7 +194,7 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references, one for each combination of dtypes.
+    """Return a model's references: one for each combination of a compute dtype and a dtype for logits.
 
     If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. The
     arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
@@ -249,10 +249,10 @@ class OpenModel:
 
         The folder's other files, which do not affect the id, can be read through the checkpoint too. On exit from the block,
         all files are checked for changes since they were opened. Leave the block only after the weights have been copied into
-        memory.
+        memory, because later changes to the files are not detected.
 
-        Raises FileChangedError if a file was written to in the meantime. If reflogp raises an error in the block, the temporary
-        paths in its message are replaced with the original ones.
+        Raises FileChangedError if a file was written to after it was opened. If reflogp raises an error in the block, the
+        temporary paths in its message are replaced with the original ones.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -308,7 +308,8 @@ _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Read a checkpoint and open all files that its reference id depends on. Start again if a file changes in between."""
+    """Read a checkpoint and open all files that its reference id depends on. Start again if a file changes between the two
+    steps."""
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:

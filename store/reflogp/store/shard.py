@@ -39,14 +39,14 @@ class ShardDamageError(Exception):
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Sort rows into a shard's order: by key, and rows with the same key by length, longest first."""
+    """Sort rows as in a shard: by key, and rows with the same key by their number of values, in descending order."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Sort rows by key, and keep only the longest row of each key. If nothing changes, `rows` itself is returned."""
+    """Sort rows by key, and keep only each key's row with the most values. If nothing changes, `rows` itself is returned."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -145,8 +145,8 @@ class Shard:
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
         """Read one column of the given rows in parts. For each part, yield a slice of `rows` and the values of these rows.
 
-        Only the row groups that contain the rows are read. Each part covers row groups of at most READ_BYTES (or a single
-        larger row group), so memory use is bounded for any number of rows.
+        Only the row groups that contain the rows are read. Each part covers row groups with a total size of at most READ_BYTES,
+        or one larger row group. Memory use is therefore bounded for any number of rows.
 
         Args:
             column: name of the column.

@@ -1,10 +1,10 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-How keys are looked up depends on the number of rows. For up to INDEX_ROWS rows, an index of all keys is kept in memory, which
-suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain the keys.
-Because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is a single pass over the
-shards. In both cases, token values are read only for a request that needs more than the number and the sum of each row's
-values. A snapshot never writes to the store.
+How keys are looked up depends on the number of rows in the snapshot. For up to INDEX_ROWS rows, an index of all keys is kept in
+memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain
+the keys. Because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is a single pass
+over the shards. In both cases, token values are read only for a request that needs more than the number and the sum of each
+row's values. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
 """
@@ -108,7 +108,8 @@ class Snapshot:
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
-        """Return the number of rows. A key that was scored again for more tokens has several rows until compaction."""
+        """Return the number of rows. A key that was scored again for more tokens has several rows until the table is
+        compacted."""
         return sum(self.rows_of.values())
 
     def __repr__(self) -> str:
@@ -120,7 +121,7 @@ class Snapshot:
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return a new snapshot with the given number and with the shards in `rows_of`.
 
-        If `rows_of` contains all shards of this snapshot, the new snapshot reuses the index.
+        If `rows_of` contains all shards of this snapshot, the new snapshot reuses the index of this one.
         """
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
@@ -134,7 +135,7 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look up n keys, and return an object with the lengths found, from which sums and values can be read.
+        """Look up n keys. The result has the number of stored values of each key, and can read and sum the values.
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
@@ -154,9 +155,9 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Look up keys with `places_of`, and return the results in the order of `keys`.
+        """Look up keys with the function `places_of`, and return the results in the order of `keys`.
 
-        The keys are sorted before the search, so that the index is read in order.
+        `places_of` is called with the sorted keys, so that the index is read in order.
         """
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
@@ -192,7 +193,8 @@ class Snapshot:
     def require_whole(self) -> None:
         """Raise DamagedStoreError if a shard is known to be damaged, or is missing from the folder.
 
-        If the index is kept in memory, this check reads the index columns of every shard.
+        If the snapshot keeps its index in memory, this check completes the index, and therefore reads the index columns of
+        every shard that is not in it yet.
         """
         if len(self) <= self._index_rows:
             self._load_index()
@@ -317,7 +319,7 @@ class Found:
     def token_lists(self) -> pa.ListArray:
         """Return the stored values of all keys as one Arrow array of list<float32>; null for a miss and for damaged values.
 
-        Raises UsageError if there are too many values for one array, which has 32-bit offsets.
+        Raises UsageError if there are more values than one array can contain, because its offsets have only 32 bits.
         """
         lengths = np.maximum(self.lengths, 0).astype(np.int64)
         offsets = np.zeros(len(lengths) + 1, np.int64)
@@ -369,7 +371,8 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Read a column for the keys at the indices `wanted`, and yield parts: the indices of some keys, with their values."""
+        """Read a column for the keys at the indices `wanted`, in parts. For each part, yield the keys' indices and their
+        values."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -394,13 +397,13 @@ _BATCH_KEYS = 131_072
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """Return the Arrow schema of a response; its metadata contains reference_id and snapshot."""
+    """Return the Arrow schema of the response to a lookup. The schema's metadata contains reference_id and snapshot."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
 
 def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """Return the response for n keys; its metadata contains reference_id and snapshot.
+    """Return the response to a lookup of n keys, as a table. The table's metadata contains reference_id and snapshot.
 
     Args:
         snapshot: the snapshot that the keys were looked up in.

@@ -46,9 +46,9 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """Return delta-rs' storage options for a store, with the option that AWS profiles need.
+    """Return delta-rs' storage options for a store. If an AWS profile is used, add AWS_FORCE_CREDENTIAL_LOAD to them.
 
-    delta-rs reads AWS profiles and credential files only if no endpoint is given, or if AWS_FORCE_CREDENTIAL_LOAD is set.
+    If an endpoint is given, delta-rs reads AWS profiles and credential files only with this option.
     """
     named = {name.upper() for name in options or {}} | os.environ.keys()
     if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
@@ -82,7 +82,8 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
 
 
 def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
-    """Raise UsageError for a scheme that delta-rs does not support. Unreachable storage does not cause an error."""
+    """Raise UsageError for a scheme that delta-rs does not support. This function does not check whether the storage can be
+    reached."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)
@@ -150,7 +151,8 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    An object store's message has several lines, and can contain ANSI color codes and an XML document.
+    An object store's message can have several lines. ANSI color codes are removed from it, and of an XML document, only the
+    text of its <Message> is returned.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

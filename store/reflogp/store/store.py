@@ -134,7 +134,8 @@ class Store:
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return the candidates for which the store has a table. The list is empty if there is no store at the URI.
+        """Return those of the references in `candidates` for which the store has a table. The list is empty if there is no
+        store at the URI.
 
         Raises:
             UsageError: the URI points to something that is not a store.
@@ -184,7 +185,8 @@ class Store:
         return table
 
     def _refuse_what_is_no_store(self) -> None:
-        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. A store is a folder of Delta tables."""
+        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store, which is a
+        folder that contains Delta tables."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file, but a store is a folder")

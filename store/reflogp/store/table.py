@@ -2,9 +2,9 @@
 
 reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
 the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since
-then. In that case, the rows that the other writer stored are dropped from the commit, and the commit is retried. The values
-that are committed first for a key are therefore kept, and never change. Compaction and repair, which use
-`LogprobTable.replace`, are in separate modules.
+then. In that case, the commit is retried without the rows that the other writer has already stored. The values that are
+committed first for a key are therefore kept, and never change. Compaction and repair, which use `LogprobTable.replace`, are in
+separate modules.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Drop the rows for which the snapshot already has at least as many values, and return the others.
+    """Return the rows that have more values than the snapshot has for the same keys.
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
@@ -119,7 +119,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """Decorate a LogprobTable method so that a table runs only one decorated method at a time."""
+    """Decorate a LogprobTable method so that only one thread at a time runs a decorated method of the same table."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -227,8 +227,9 @@ class LogprobTable:
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. Either all of the rows become visible, or none.
 
-        A row is skipped if the table already has at least as many values for its key. If the table has fewer values, they are
-        kept, and only the values after them are taken from the new row. A value that has been read therefore never changes.
+        A row is skipped if the table already has at least as many values for its key. If the table has some values for the key,
+        but fewer than the row, the table's values are kept, and only the row's remaining values are added. A value that has
+        been read therefore never changes.
 
         Args:
             rows: a table from schema.shard_table, with keys in any order.
@@ -274,9 +275,9 @@ class LogprobTable:
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Remove the `removed` shards from the table and add the `added` shards, in one commit.
 
-        The `removed` shards must contain the same rows as the `added` shards, or be damaged. Other writers can append rows in
-        the meantime without a conflict. If another process has already removed one of the `removed` shards, nothing is
-        committed, the files of the `added` shards are deleted, and the result is False.
+        The `removed` shards must contain the same rows as the `added` shards, or be damaged. Other writers may append rows at
+        the same time. If another process has already removed one of the `removed` shards, nothing is committed, the files of
+        the `added` shards are deleted, and the result is False.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """
@@ -323,8 +324,8 @@ class LogprobTable:
     def check_writable(self) -> None:
         """Check that the store can be written to, by writing and deleting a small file.
 
-        A run calls this method before it computes values. Raises StoreUnavailableError if the file cannot be written, and
-        DamagedStoreError if the log is damaged.
+        A scoring run calls this method first, so that it does not compute values that it cannot store. Raises
+        StoreUnavailableError if the file cannot be written, and DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
         probe = f"probe-{uuid.uuid4()}"
@@ -385,7 +386,7 @@ class LogprobTable:
 
     @_in_turn
     def delta(self) -> DeltaTable:
-        """Return the DeltaTable, for delta-rs operations. Raises DamagedStoreError if its log is damaged."""
+        """Return the DeltaTable, for delta-rs operations. Raises DamagedStoreError if the table's log is damaged."""
         self.require_whole_log()
         return self._delta
 
@@ -488,8 +489,8 @@ class LogprobTable:
     def _tries(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.
 
-        An attempt fails if another writer commits after the log is read. To keep that time short, the pause between two
-        attempts comes before the log is read. After several failed attempts, the pauses become shorter.
+        An attempt fails if another writer commits between the reading of the log and the commit. Each pause between two
+        attempts therefore comes before the log is read. After several failed attempts, the pauses become shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """

@@ -23,7 +23,8 @@ _BETWEEN = " … "
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Shorten a text to at most `most` characters by cutting out its middle. The end is kept because it often says what to do.
+    """Shorten a text to at most `most` characters by cutting out its middle. The end of the text is kept, because an error
+    message often says at its end what the user can do.
 
     Lone surrogates are written as escapes, so that the result can always be encoded.
     """
@@ -37,7 +38,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the result would exceed `most` characters, list only the first names and count the others."""
+    """Join names with commas. If the list would exceed `most` characters, it contains only the first names, and the number of
+    the others."""
     shown: list[str] = []
     room = most
     for name in names:

@@ -1,8 +1,8 @@
 """Apply a trainer's truncation to tokenized rows: determine the sequences to look up, and how many of their values are needed.
 
-Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and relies
-on the fact that a causal model's values do not depend on later tokens. Scoring and joins both use this module, so they compute
-the keys of the same sequences.
+Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference). With
+keep_start, stored values of whole sequences can be used, because a causal model's values do not depend on later tokens. Scoring
+and joins both use this module, so they compute the keys of the same sequences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that affect which sequences are scored: with keep_end, max_length and truncation_mode; otherwise, none.
+        """The settings that determine which sequences are scored: max_length and truncation_mode with keep_end; otherwise,
+        none.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -81,7 +82,7 @@ def windows(
     With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens.
     `needed` counts only the tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
     tokens, which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a
-    different key. If the kept tokens start inside the completion, there is no prompt. The first kept token then serves as
+    different key. If the kept tokens start inside the completion, the sequence has no prompt. Its first token then serves as
     context and has no value, exactly as in TRL's shifted loss.
 
     Args:
