@@ -324,7 +324,7 @@ class LogprobTable:
     def check_writable(self) -> None:
         """Check that the store can be written to, by writing and deleting a small file.
 
-        A scoring run calls this method first, so that it does not compute values that it cannot store. Raises
+        A run calls this method before it computes values, so that it does not compute values that it cannot store. Raises
         StoreUnavailableError if the file cannot be written, and DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
