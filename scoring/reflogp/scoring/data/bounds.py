@@ -6,15 +6,16 @@ measured in bytes of decoded data, not of the Python objects created from the da
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
 The parent process holds one message from the child in memory at a time. The child splits its data into messages of at most 32
-MiB or of a single row. Batches with dictionaries or views cannot be split, so their messages can take up to `group_bytes`.
+MiB or of a single row. A batch with dictionaries or views cannot be split, so its message can be as large as `group_bytes`.
 
 The limits do not cover the following costs, so also set a memory limit for the process:
 - Python objects. Lists, and objects decoded from JSON, take up to about thirty times the size of their text; strings take up to
-  four times the size.
+  four times the size of their text.
 - JSON arrays. While an array is decoded, two copies of it are in memory (about twice `group_bytes`), in addition to the Python
   objects.
-- Decompression. The window of a decompressor takes up to 128 MiB (zstd).
-- Time. A file with many tiny pages or rows can take a long time to read, because reading stops only at `dataset_bytes`.
+- Decompression. A decompressor keeps a window of its latest output in memory, of up to 128 MiB for zstd.
+- Time. A file with many tiny pages or rows can take a long time to read, because only its size is limited (`dataset_bytes`),
+  not the time.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def _lengths(array: pa.Array) -> pa.Array:
 
 
 def place(data: bytes, at: int) -> int:
-    """Return the offset that a forward reference in a flatbuffer points to."""
+    """Return the offset that the forward reference at the offset `at` of a flatbuffer points to."""
     return at + int(struct.unpack_from("<I", data, at)[0])
 
 

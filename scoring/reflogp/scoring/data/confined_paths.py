@@ -1,10 +1,10 @@
 """Open each dataset file below a root folder once, and use the same open file for hashing and for reading.
 
-Each component of a path is opened relative to its parent folder, and this module follows symbolic links itself. A user who can
-write below the root therefore cannot make a reader open files outside the root. Before the dataset is read, its digest is
-compared with the expected digest. After the dataset has been read, each file is checked for changes. Copying the dataset would
-be just as safe, but would take disk space and time. Files are hashed before they are read, not while they are read, because a
-format such as Parquet is not read from beginning to end.
+Each component of a path is opened relative to its parent folder, and this module, not the operating system, follows symbolic
+links. A user who can write below the root therefore cannot make a reader open files outside the root. Before the dataset is
+read, its digest is compared with the expected digest. After the dataset has been read, each file is checked for changes.
+Copying the dataset before it is hashed and read would be just as safe, but the copy would take disk space and time. Files are
+hashed before they are read, not while they are read, because a format such as Parquet is not read from beginning to end.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens an image by its path from a row of a dataset, and returns the file descriptor.
+    """Return a function that takes an image's path from a row, opens the image, and returns the file descriptor.
 
     Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
     through a hidden folder, or if the file is hidden or cannot be opened.
@@ -187,7 +187,7 @@ def _digests(files: dict[str, OpenFile]) -> dict[str, str]:
 
 
 def _content_digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    """Return the sha256 of each file's current content. Modification times are not checked."""
+    """Return the sha256 of each file's current content, without checking whether the file's modification time has changed."""
     found = {}
     for name, file in files.items():
         with os.fdopen(os.dup(file.descriptor), "rb") as opened:
@@ -227,7 +227,7 @@ def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
 
 
 def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open the file or folder at the path `parts`, relative to the folder `start` below `root`. Raises PathError."""
+    """Open the file or folder whose path below `root` consists of the components `start` and `parts`. Raises PathError."""
     try:
         opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except OSError as error:
@@ -280,7 +280,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 
 
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
-    """Yield (relative name, open file) for every dataset file. The caller closes the files.
+    """Yield (relative name, open file) for every dataset file. The caller must close the files.
 
     Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if a folder has too many
     entries, or if the dataset is a single file with an unknown suffix.
@@ -322,7 +322,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
 
 
 def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
-    """Open an entry of a folder; return None for a hidden regular file or folder, which dataset readers skip."""
+    """Open an entry of a folder. Return None for a hidden regular file or folder, because dataset readers skip it."""
     at = _walk(root, folder, ())
     try:
         mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode

@@ -1,10 +1,10 @@
 """Encode examples as token ids in the same way as TRL.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
-only to plain-text completions. Two texts are tokenized: the prompt, and the prompt followed by the completion. The completion
-starts where the two lists of tokens first differ. In a pair, both completions start at the earlier of the two positions found
-in this way. This module does not import trl. Templates and tokenizers run in the process that calls this module. `row_process`
-calls it in child processes that can be killed.
+only to plain-text completions. For each completion, two texts are tokenized: the prompt, and the prompt followed by the
+completion. The completion starts where the two lists of tokens first differ. If the two completions of a pair would start at
+different positions, both start at the earlier one. This module does not import trl. Templates and tokenizers run in the calling
+process, so `row_process` calls this module in child processes that it can kill.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer uses transformers' own `apply_chat_template`.
 
-    Many texts that such a tokenizer has rendered can be encoded in one batch. The token ids are the same as if
-    `apply_chat_template` had tokenized each text.
+    The texts that such a tokenizer renders can be encoded later, many in one batch. Their token ids are the same as if
+    `apply_chat_template` had tokenized each text itself.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

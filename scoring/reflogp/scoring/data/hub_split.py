@@ -119,7 +119,7 @@ def _limit_memory() -> None:
 
 
 def _commit_and_names(place: HubPlace) -> tuple[str, set[str]]:
-    """Return the current commit of the revision, and the names of the files at that commit."""
+    """Return the commit that the revision currently points to, and the names of the files at that commit."""
     from huggingface_hub import HfApi
 
     with told(place):

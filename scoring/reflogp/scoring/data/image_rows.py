@@ -27,7 +27,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 
     Args:
         columns: the row's text columns.
-        images: (hexadecimal pixel_digest, kind) for each image in the row, in order.
+        images: (pixel digest in hexadecimal, kind) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
     Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if a template
@@ -83,9 +83,9 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return the messages with each message's content converted to a list of parts.
 
-    `images` is the number of parts of type image that the returned messages must contain. The image parts are inserted before
-    the text of the first user message whose content is text. If there is no such message, the messages must already contain the
-    image parts.
+    `images` is the number of parts of type image that the returned messages must contain. All of these parts are inserted
+    before the text of the first user message whose content is text. If there is no such message, the messages must already
+    contain these parts.
 
     Raises RowError if the number of parts of type image differs from `images`, if a role is unknown, or if a part contains an
     image, audio or video.

@@ -1,4 +1,4 @@
-"""Read a row's images (bytes, files, data URIs or decoded images), enforce limits, and identify each image by its pixels.
+"""Read a row's images (bytes, files, data URIs or decoded images), enforce limits on them, and identify each by its pixels.
 
 Images are read in the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF
 orientation, and its mode (such as RGB or L) is kept.
@@ -114,7 +114,10 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens files. Relative paths are resolved against `folder`, or the current folder if it is None."""
+    """Return a function that opens a file by its path.
+
+    Relative paths are resolved against `folder`, or against the current folder if `folder` is None.
+    """
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 

@@ -1,8 +1,8 @@
 """Read untrusted Parquet files in a child process with limits on memory and time.
 
-A file of a few kilobytes can decode to any size, and a damaged file can crash pyarrow. Therefore, a forked child process reads
-the file with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes or uses too much
-processor time, the file is treated as unreadable, and the parent process continues.
+A file of a few kilobytes can expand to any size when it is decoded, and a damaged file can crash pyarrow. Therefore, a forked
+child process reads the file with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes
+or uses too much processor time, the file is treated as unreadable, and the parent process continues.
 
 The parent does not trust the stream: it rejects a message that is longer than `group_bytes` before reading the message, and it
 validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file that
@@ -82,8 +82,8 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
     If a signal terminates the child process, a new child process continues where it stopped. If a row group takes too much
-    memory, or if two child processes in a row are terminated before they send a batch, the next plan of `_PLANS` is tried,
-    which needs less memory. Later row groups are read with the first plan again.
+    memory, or if two child processes in a row are terminated before they send a batch, the next plan of `_PLANS`, which needs
+    less memory, is tried for that row group. Later row groups are read with the first plan again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -154,7 +154,7 @@ class _Reader(ConfinedProcess):
         return self.rows(), schema
 
     def rows(self) -> int:
-        """Return the number of rows in the file, which the child reads from the file's metadata."""
+        """Return the file's number of rows. The child reads this number from the file's metadata."""
         return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
@@ -183,7 +183,7 @@ class _Reader(ConfinedProcess):
         return True
 
     def close(self) -> None:
-        """Do nothing. The socket is closed by `end`."""
+        """Do nothing when pyarrow closes this object, because `end` closes the socket."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -226,7 +226,10 @@ class _Reader(ConfinedProcess):
 
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
-    """Send a file's batches, or only its schema if `plan` is None. Store the number of rows in `result`."""
+    """Send the parent a file's batches, or only the file's schema if `plan` is None.
+
+    Store the file's number of rows in `result`.
+    """
     pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which does not count toward the limit
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
     try:
@@ -249,7 +252,7 @@ def _leave(result: mmap.mmap, text: str, status: int) -> None:
 
 
 def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, bounds: ReadBounds) -> None:
-    """Send batches as a stream, with a separate time limit for each batch.
+    """Send batches to the parent as an Arrow stream, with a separate time limit for each batch.
 
     Raises DatasetError for a batch larger than `group_bytes`.
     """
@@ -287,7 +290,7 @@ def _shares_values(kind: pa.DataType) -> bool:
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or gives sizes that exceed the bounds."""
+    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or states sizes above the bounds."""
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),
@@ -323,7 +326,11 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
 
 
 def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
-    """Yield a file's batches. If the plan keeps strings encoded, stop after the first row group that is not skipped."""
+    """Yield a file's batches.
+
+    If the plan keeps strings encoded, stop after the first row group that is not skipped: later row groups are read with the
+    first plan again.
+    """
     skip = plan.skip
     for number in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(number).num_rows

@@ -90,11 +90,11 @@ class RowSource:
         data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
             Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. If there are limits, hub names and saved datasets that name files
-            outside their folder are also rejected.
+        bounds: limits for untrusted data; None for no limits. If there are limits, a hub name is also rejected, and so is a
+            saved dataset that names files outside its folder.
         check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
-        open_image: function that opens an image by its path from a row, and returns the file descriptor. If None, rows can name
-            any file, and relative paths are resolved against the folder of the dataset's files.
+        open_image: function that takes an image's path from a row, opens the image, and returns the file descriptor. If None,
+            rows can name any file, and relative paths are resolved against the folder of the dataset's files.
 
     Attributes:
         open_image: function that opens an image file named by a row.
@@ -187,7 +187,7 @@ class RowSource:
                 that the row does not affect the schema.
 
         Raises:
-            DatasetError: a column has values of types that cannot be combined.
+            DatasetError: a column has values of several types that cannot be combined into one Arrow type.
         """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
@@ -252,10 +252,10 @@ class RowSource:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset` in its output format. Rows are read in batches.
+    """Yield the rows of a `datasets.Dataset` in the dataset's output format. Rows are read in batches.
 
-    Images are not decoded, but yielded as {"bytes": …, "path": …}. Images in a column with a fixed mode, such as RGB, are the
-    exception, because `datasets` converts them to that mode.
+    Images are not decoded, but yielded as {"bytes": …, "path": …}. Only images in a column with a fixed mode, such as RGB, are
+    decoded, because `datasets` converts them to that mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -290,7 +290,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
-    """Yield lists of up to `count` rows. Lists of long rows are shorter, to limit the memory that each list uses."""
+    """Yield lists of up to `count` rows. If rows are long, a list has fewer rows, so that it uses less memory."""
     batch: list[Row] = []
     size = 0
     for row in rows:

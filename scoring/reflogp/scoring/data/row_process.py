@@ -204,8 +204,8 @@ class RowTokenizer:
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
         """Handle the exit of a child that was processing a chunk.
 
-        The row that caused the exit is reported as a bad row. If the cause may be a different row, the suspected rows are first
-        retried, each on its own. The rest of the chunk goes back to the waiting chunks.
+        The row that caused the exit is reported as a bad row. If it is not certain which row was the cause, each row that may
+        be the cause is first retried alone. The rest of the chunk goes back to the waiting chunks.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -289,7 +289,10 @@ class _Child(ConfinedProcess):
         self._to_send = memoryview(_LENGTHS.pack(len(body), 0) + body)
 
     def pump(self, events: int) -> bool:
-        """Send and receive without blocking. Return True if the result of `events` has changed."""
+        """Send data to the child and receive data from it, without blocking.
+
+        Return True if the result of `events` has changed.
+        """
         waited_for = self.events()
         try:
             if events & selectors.EVENT_WRITE:
@@ -326,7 +329,9 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return, as JSON, the columns that determine a row's tokens and, under `images`, the digests and kinds of its images.
+    """Return a JSON object with the columns that determine a row's tokens.
+
+    Its field `images` contains the digests and kinds of the row's images, if any.
 
     Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """
@@ -354,7 +359,11 @@ def _placeholder(value: Any) -> str:
 
 
 def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
-    """Yield each row's examples. `rows` holds the lengths, and `ids` the token ids, from a child's answer."""
+    """Yield each row's examples from a child's answer.
+
+    `rows` contains, for each example of each row, the lengths of the prompt and the completions, or an error. `ids` contains
+    all token ids.
+    """
     start = 0
     for examples in rows:
         found: list[TokenArrays | RowError] = []
@@ -462,7 +471,7 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
     """Append an example's token ids to `ids` and return the lengths of the prompt and completions.
 
-    If the example is an error, return the error as text.
+    If the example is an error, only return the error's text.
     """
     if isinstance(example, RowError):
         return shortened(str(example))

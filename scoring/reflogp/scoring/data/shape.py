@@ -130,14 +130,14 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Split off the common prefix of a pair as its prompt. Return (prompt, chosen, rejected).
+    """Remove the common prefix of chosen and rejected, and use it as the prompt. Return (prompt, chosen, rejected).
 
     `chosen` and `rejected` are texts or lists of messages.
 
-    The prompt ends where TRL's extract_prompt ends it, including in edge cases, because a different prompt would give different
-    keys. A space before the first difference belongs to the completions. If `chosen` or `rejected` is a prefix of the other,
-    the last character or message of the shorter one belongs to the completions. Raises RowError if `chosen` or `rejected` is
-    empty.
+    The prompt ends where TRL's extract_prompt ends it, including in edge cases. A prompt that ends elsewhere would result in
+    different keys. A space before the first difference belongs to the completions. If `chosen` or `rejected` is a prefix of the
+    other, the last character or message of the shorter one belongs to the completions. Raises RowError if `chosen` or
+    `rejected` is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -216,7 +216,8 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 def reserved_kwargs() -> frozenset[str]:
     """Return the names of apply_chat_template's own parameters, which a row must not set.
 
-    The names are read from the signatures of functions in transformers. Any other name becomes a template variable.
+    The names are read from the signatures of functions in transformers. Any other name in a row's chat_template_kwargs becomes
+    a template variable.
     """
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

@@ -1,7 +1,7 @@
 """Load a tokenizer and tokenize datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
 
-Users can replace the model's own tokenizer and its chat template. Text is rendered and encoded by `encode`, in child processes
-that `row_process` can kill. This module does not import trl.
+Users can replace the model's tokenizer, and they can replace the tokenizer's chat template. Text is rendered and encoded by
+`encode`, in child processes that `row_process` can kill. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def tokenize_dataset(
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
         limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is reported as a bad row.
-        check: function that is called about ten times a second, and for each row in the tokens format. It may raise an error to
-            stop.
+        check: function that is called about ten times a second, and for each row in the tokens format. It can stop the work by
+            raising an error.
         load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
             the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
             rows that contain images are bad rows.

@@ -45,10 +45,10 @@ class TokenizedDataset:
             pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
             dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
             memory limit, because the row may be usable with a different limit. It is also not written if rows have images,
-            because image files are not part of the dataset's content, which the file's name is computed from.
+            because the file's name does not depend on the content of image files.
         unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
-            function must raise an error if the dataset's content may have changed after its digest was computed for the file's
-            name.
+            function must raise an error if the dataset's content may have changed after the digest for the file's name was
+            computed.
         limits: limits for tokenizing a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenized. It can stop the work by raising an
             error.

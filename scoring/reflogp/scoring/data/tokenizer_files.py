@@ -39,7 +39,7 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if the files on disk have been replaced since then.
+        """Load the tokenizer from the open files, even if the files on disk have been replaced since they were opened.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
@@ -99,7 +99,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Return a reference to a model folder's current tokenizer, without loading it.
+        """Return a reference to the current tokenizer in a model folder, without loading the tokenizer.
 
         Raises the same errors as `open_tokenizer`.
         """

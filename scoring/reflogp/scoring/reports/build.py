@@ -222,7 +222,10 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (index in `collected`, similarity) for each pair with similar, not identical completions, most similar first."""
+    """Return (index in `collected`, similarity) for each pair whose completions hardly differ, most similar first.
+
+    Pairs with identical completions are left out.
+    """
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

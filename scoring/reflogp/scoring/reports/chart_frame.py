@@ -1,4 +1,4 @@
-"""Draw the common parts of SVG charts: the frame with title and description, the grid, and axes with round numbers.
+"""Draw what all SVG charts have in common: the frame with title and description, the grid, and axes with round numbers.
 
 The stylesheet sets colors and fonts for the classes of the SVG elements.
 """
@@ -26,7 +26,7 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
     """Return a chart: a plot with a title and a description.
 
     Args:
-        name: name of the chart, unique within the page; letters, digits and hyphens.
+        name: name of the chart, unique within the page. It may contain letters, digits and hyphens.
         title: title of the chart.
         described: description of the chart for screen readers.
         plot: SVG elements that form the plot.
@@ -68,7 +68,7 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return evenly spaced round numbers that cover the range from `low` to `high`, with about `about` steps between them."""
+    """Return evenly spaced round numbers that cover the range from `low` to `high` in about `about` steps."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -94,5 +94,8 @@ def written(place: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Format a number for a tick or for the edge of a bar, with rounding errors near zero removed."""
+    """Format a number for a tick or for the edge of a bar.
+
+    A number that differs from zero only by a rounding error becomes 0.
+    """
     return short_number(0.0 if abs(value) < 1e-12 else value)

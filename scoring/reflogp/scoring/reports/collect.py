@@ -180,7 +180,10 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that keeps its last result, from which the log-probs of single tokens can be read without a second lookup."""
+    """A lookup that keeps its last result.
+
+    The log-probs of single tokens are read from that result, without a second lookup.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

@@ -64,7 +64,10 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
 
 
 def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Drop near duplicates whose completions are equal but swapped or labeled differently, because `contrary` counts them."""
+    """Drop the near duplicates that `contrary` counts.
+
+    Their sequences are equal to those of the earlier example, but swapped or labeled differently.
+    """
     keys = [side.keys for side in collected.sides.values()]
     return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]
 

@@ -72,7 +72,8 @@ class Density:
 class Curve:
     """The curves of the truncation chart.
 
-    `shares` maps each curve's name to its fractions, one for each value in `max_lengths`.
+    `shares` maps each curve's name, such as "completion tokens lost", to the fractions that the curve shows, one for each value
+    in `max_lengths`.
     """
 
     max_lengths: list[int]

@@ -1,4 +1,4 @@
-"""Write a report's findings: plain sentences that state the numbers and, where needed, what to do next.
+"""Write a report's findings: plain sentences that state what was counted or measured and, where needed, what to do next.
 
 A sentence must not claim more than its numbers show.
 """
@@ -100,7 +100,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
 
 
 def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
-    """Return findings about the reference's preference, and about the lengths and the similarity of chosen and rejected."""
+    """Return findings about how often the reference prefers chosen, and about the lengths and the similarity of completions."""
     found = []
     if preference is not None:
         low, high = preference.interval()
@@ -260,7 +260,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def _of(part: int, whole: int, noun: str) -> str:
-    """Return a count and a percentage in words, such as "7 of 1,000 rows (0.7%)"."""
+    """Return a phrase with a count and a percentage, such as "7 of 1,000 rows (0.7%)"."""
     return f"{part:,} of {whole:,} {noun}{'' if whole == 1 else 's'} ({percent(part, whole)})"
 
 

@@ -52,7 +52,9 @@ def robust_z(values: Floats) -> Floats:
 
 
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
-    """Compute `robust_z` within groups of similar lengths, because means over few tokens vary more than means over many.
+    """Compute `robust_z` separately for each group of similar lengths.
+
+    Means over few tokens vary more than means over many, so values of different groups cannot be compared.
 
     Lengths are grouped by powers of two. A group with fewer than _ENOUGH values is merged with the next group, or, if there is
     no next group, with the previous one.
@@ -127,7 +129,10 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return an OutlierKind for the examples with a positive value in `beyond`; a larger value is more extreme."""
+    """Return an OutlierKind for the examples whose value in `beyond` is positive.
+
+    The larger this value, the more extreme the example.
+    """
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

@@ -1,6 +1,7 @@
 """Render a report's page: a single HTML file with inline SVG charts and without scripts or external resources.
 
-The page's content security policy prevents browsers from running or loading anything that the dataset's texts may contain.
+The page's content security policy prevents browsers from running scripts, and from loading resources, that the dataset's texts
+may contain.
 """
 
 from __future__ import annotations

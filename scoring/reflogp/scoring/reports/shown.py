@@ -1,4 +1,4 @@
-"""Read the examples that a report shows: their text, and each token's log-prob, classified into one of seven levels.
+"""Read the examples that a report shows: their text, and each token's log-prob, with one of seven levels of surprise.
 
 Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
 """
@@ -111,7 +111,7 @@ def _visible_character(character: str) -> str:
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
     """Return the text of the `count` tokens that start at the index `at`.
 
-    They are decoded with the token before them, because some tokenizers drop a space at the beginning of a text.
+    The tokens are decoded together with the token before them, because some tokenizers drop a space at the beginning of a text.
     """
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
@@ -198,7 +198,7 @@ def read_shown(
         dataset, snapshot, settings: the same as for `collect`.
 
     Returns:
-        The examples, by their index in `collected`.
+        What to display for each example, by the example's index in `collected`.
     """
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
@@ -286,7 +286,7 @@ def _side(
 
 
 def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to show: the beginning, and a window around each index in `matter`."""
+    """Return the ranges of a completion's tokens to show: the beginning, and a window around each index in `matter`."""
     parts = [(0, min(count, _HEAD))]
     for place in sorted(matter):
         if place + _AROUND <= parts[-1][1]:

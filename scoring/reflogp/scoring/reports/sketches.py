@@ -1,12 +1,12 @@
 """Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-To make a sketch, each of 64 hash functions is applied to all runs of three tokens, and the smallest hash of each function is
-stored (Broder, 1997). Prompts and completions are hashed separately. Each stored hash is shortened to 16 bits, so the sketch of
-an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the examples
-have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of several examples agree
-in a group, each of these examples is compared only with the first of them and with the one before it. The work therefore grows
-with the number of examples, not with its square. Two completions are compared token by token only if their lengths and token
-counts do not already rule out the required similarity.
+To make a sketch, each of 64 hash functions is applied to all runs of three adjacent tokens, and the smallest hash of each
+function is stored (Broder, 1997). Prompts and completions are hashed separately. Each stored hash is shortened to 16 bits, so
+the sketch of an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs
+that the examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of
+several examples agree in a group, each of these examples is compared only with the first of them and with the one before it.
+The work therefore grows with the number of examples, not with its square. Two completions are compared token by token only if
+their lengths, and how often each token occurs in them, do not already rule out the required similarity.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sketches:
         self.count = 0
 
     def add(self, prompts: pa.LargeListArray, completions: Sequence[pa.LargeListArray]) -> None:
-        """Add the sketches of n examples; examples beyond MOST_SKETCHED are ignored.
+        """Add the sketches of n examples. Examples after the first MOST_SKETCHED are ignored.
 
         If all prompts of the first call begin with the same tokens (a system prompt, a template), these tokens are ignored in
         every prompt that begins with them.
@@ -165,7 +165,7 @@ def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
 
 
 def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.int64]:
-    """Return len(start) for each prompt that begins with `start`, and 0 for each other prompt."""
+    """Return len(start) for each prompt that begins with `start`, and 0 for every other prompt."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     long_enough = np.flatnonzero(list_lengths(prompts) >= len(start))
     cut = np.zeros(len(prompts), np.int64)
@@ -194,7 +194,7 @@ def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDAr
 
 
 def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: float) -> npt.NDArray[np.float32]:
-    """Return the `similarity` of left[i] and right[i], float32 (n,), or 0 if it is below `at_least`."""
+    """Return the `similarity` of left[i] and right[i] for each i, or 0 where it is below `at_least`: float32 (n,)."""
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)
@@ -209,7 +209,9 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 
 
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
-    """Return the fraction of tokens in the longest common subsequence: 1 if the lists are equal, 0 if no token is shared.
+    """Return the fraction of the lists' tokens that are in the longest common subsequence.
+
+    It is 1 if the lists are equal, and 0 if they share no token.
 
     Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
     `at_least`, it is returned instead of the exact fraction.
