@@ -112,8 +112,8 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
     Browsers send no Authorization header when a user follows a link or a script opens an EventSource. A GET or HEAD request
     without this header is therefore admitted if the browser is signed in with a token that has the scope. If the settings
-    contain no tokens, every request is admitted; ServerSettings allows settings without tokens only if the service listens on a
-    loopback address.
+    contain no tokens, every request is admitted. In that case, ServerSettings requires the service to listen on a loopback
+    address.
     """
 
     async def check(

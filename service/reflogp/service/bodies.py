@@ -121,9 +121,9 @@ def require_type(request: Request, *accepted: str) -> str:
 
     Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
 
-    This check protects against web pages on other sites, which can make a browser send requests to this service. The browser
-    sends such a request directly only if the body has no content type or one of the three content types of HTML forms.
-    Otherwise, it first sends a CORS preflight request, which this service refuses.
+    This check protects against web pages on other sites, which can make a browser send requests to this service. If such a
+    request has no content type, or one of the three content types of HTML forms, the browser sends it at once. Otherwise, the
+    browser first sends a CORS preflight request, which this service refuses.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -176,7 +176,8 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON schema in which every reference to `$defs` is replaced with the definition itself.
 
-    Inside an OpenAPI document, such references could not be resolved.
+    A reference to `$defs` starts at the root of a document, so it could not be resolved once the schema is part of an OpenAPI
+    document.
     """
     definitions = schema.pop("$defs", {})
 
@@ -225,8 +226,9 @@ def keys_body_bytes(max_keys: int) -> int:
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
     """Decode an Arrow IPC stream of sequences into a table with the columns prompt_ids and completion_ids.
 
-    If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. The token ids are
-    counted before they are cast to int32, because the cast makes an int8 column four times as large.
+    If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. Token ids are
+    counted before they are cast to int32, so that a stream with too many is refused before the cast makes an int8 column four
+    times as large.
 
     Raises:
         Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
@@ -264,7 +266,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
 
 
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
-    """Return the maximum size in bytes of a body with this many sequences and tokens.
+    """Return the maximum size in bytes of a body with `max_sequences` sequences and `max_tokens` tokens.
 
     The size allows for 64-bit token ids, an attention mask with 64 bits per token, and 64-bit offsets in three columns.
     """
@@ -283,7 +285,7 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Return int32 offsets into the flattened values of a list array, starting at 0."""
+    """Return the offsets of the lists of a list array in its flattened values, as int32 and starting at 0."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)

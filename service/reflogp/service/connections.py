@@ -2,8 +2,8 @@
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
 that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for the
-head of a request. If more connections are waiting, the one that has waited longest is closed. Clients that send their requests
-one byte at a time therefore cannot keep the service from serving other clients.
+head of a request. When one more connection starts to wait, the one that has waited longest is closed. Clients that send their
+requests one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BoundedProtocol(H11Protocol):
 class HeadLimit:
     """Middleware that refuses requests whose target or headers are too long.
 
-    This check is needed because uvicorn's limit applies only to request heads that arrive in several pieces.
+    uvicorn's own limit is not enough, because it applies only to request heads that arrive in several pieces.
 
     Args:
         max_bytes: maximum total size of the headers, and maximum size of the request target.
@@ -176,9 +176,8 @@ class ActiveRequests:
 def waiting_connections(max_connections: int) -> int:
     """Return the maximum number of connections that may wait for the head of a request.
 
-    This number does not include the connections of requests in progress, of which there are at most `max_connections`. If the
-    process's soft limit on open files is too low for all connections, this function also raises the soft limit, but not above
-    the hard limit.
+    Connections with a request in progress do not count; there are at most `max_connections` of them. If the process's soft
+    limit on open files is too low for all connections, this function also raises the soft limit, but not above the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,7 +4,7 @@
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
 even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. The name
-of such a host is resolved only once, and the connection is made to one of the addresses that were checked. The prefix s3://
+of such a host is resolved only once. If all addresses found are public, the connection is made to one of them. The prefix s3://
 allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows
 the repository's files at every revision.
 
@@ -105,7 +105,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error if `fetch` would refuse a URI without opening a connection.
+    """Raise an error for a URI that `fetch` would refuse before it opens a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
@@ -560,9 +560,9 @@ class _Sink:
 
 @contextmanager
 def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
-    """Open a hidden file in a folder.
+    """Open a hidden file in a folder, and yield a sink for it.
 
-    On exit, delete the file unless `keep` was called. Raise ValueError if the file cannot be written.
+    On exit, delete the file unless the sink's method `keep` was called. Raise ValueError if the file cannot be written.
     """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
@@ -610,9 +610,9 @@ class _FolderSink:
 
 @contextmanager
 def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_FolderSink]:
-    """Create a hidden folder.
+    """Create a hidden folder, and yield a sink for it.
 
-    On exit, delete the folder unless `keep` was called. Raise ValueError if the folder cannot be written.
+    On exit, delete the folder unless the sink's method `keep` was called. Raise ValueError if the folder cannot be written.
     """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:

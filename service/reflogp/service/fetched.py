@@ -47,7 +47,10 @@ class DatasetQuota:
         return self._used + size <= self.most
 
     def take(self, size: int) -> bool:
-        """Add `size` to the bytes in use, or return False if this would exceed the limit. This call does not block."""
+        """Add `size` to the bytes in use, and return True.
+
+        If this would exceed the limit, add nothing and return False. This call does not block.
+        """
         with self._lock:
             if self._used + size > self.most:
                 return False

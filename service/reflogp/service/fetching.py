@@ -48,8 +48,8 @@ class Fetching:
         settings: limits on fetches.
         ledger: lists the queued jobs whose datasets must be fetched.
         pending: records the fetched files in the ledger.
-        folder: receives the files.
-        on_change: called with the id of a job whose note or dataset changed.
+        folder: folder to fetch the datasets into.
+        on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
         on_failed: called with a job's id and the reason when a fetch fails; marks the job as failed.
     """
 

@@ -66,8 +66,9 @@ class Helping:
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
         """Ask idle workers to help with a job if enough of the job remains.
 
-        A worker that would have to unload a model before it could help is not asked. While the service searches a job for the
-        sequence that kills workers, no worker is asked to help, so that only the worker that runs the job can die.
+        A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
+        worker is asked to help until the service has found this sequence. Until then, only the worker that runs the job can
+        die.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:
@@ -93,7 +94,7 @@ class Helping:
             self._pool.workers[number].send({"op": "stop", "job": help.job, "why": "dismissed", "help": True})
 
     def end(self, job: str, owner: int) -> None:
-        """Tell all helpers of a job to stop, because the job no longer runs on its owner."""
+        """Tell all helpers of a job to stop. Call this method when the job no longer runs on its owner."""
         for number, help in self._helps.items():
             if (help.job, help.owner) == (job, owner):
                 self.dismiss(number)
@@ -127,7 +128,7 @@ class Helping:
         return True
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Record that a worker's process has ended. If the worker was helping with a job, tell the owner of the job."""
+        """Record that a worker's process has exited. If the worker had joined a job as a helper, tell the owner of the job."""
         if (help := self._helps.get(worker.number)) is not None:
             # loading the model may have killed the worker
             self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES

@@ -74,10 +74,10 @@ class Submission:
     Attributes:
         identity: string that identifies the job. Submitting the same identity again does not create a second job.
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
-        lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI is not known,
-            and may change later. A submission with `lasting=False` creates a new job if the earlier job with the same identity
-            is done. A submission without an Idempotency-Key also creates a new job if rows of the earlier job refer to image
-            files, because `content` does not cover those files.
+        lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
+            changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
+            the same identity is done. A submission without an Idempotency-Key also creates a new job if rows of the earlier job
+            refer to image files, because `content` does not cover those files.
         source: description of the dataset for the worker: a dict with the keys name and split and, where they apply, file,
             digest, path, uri and config.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
@@ -231,7 +231,7 @@ class Ledger:
         Return the number of jobs that were queued again or ended.
 
         Args:
-            note: reason for the interruption, which is stored in each of these jobs.
+            note: reason for the interruption, to store in each job that is queued again or ended.
             but: ids of the jobs that workers are running. These jobs are left unchanged.
         """
 
@@ -246,7 +246,7 @@ class Ledger:
         return int(row["n"]) if row else 0
 
     def highest_queued_priority(self) -> int | None:
-        """Return the highest priority among queued jobs that can begin, or None if no queued job can begin."""
+        """Return the highest priority of the queued jobs whose dataset is available, or None if there are no such jobs."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
         return None if row is None else row["priority"]
@@ -384,7 +384,7 @@ class Ledger:
 
         Args:
             suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
-            narrowed: whether this death reduced the number of suspects. If so, it does not count toward `limit`.
+            narrowed: whether this death reduced the number of suspects. If so, the death does not count toward `limit`.
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
@@ -479,7 +479,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a new submission may be answered with the completed job of the same identity, given that job's summary."""
+    """Return whether the completed job of the same identity may answer a new submission. `summary` is that job's summary."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -534,8 +534,8 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
     """Return a row of the table `job` as a Claim.
 
-    `origin` is the job's row in the table `origin`, or None for a job without such a row, which an older version of reflogp
-    recorded.
+    `origin` is the job's row in the table `origin`. It is None if an older version of reflogp recorded the job, without such a
+    row.
     """
     return Claim(
         row["id"],

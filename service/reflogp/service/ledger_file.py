@@ -31,7 +31,7 @@ class StateLock:
 
     Both the folder itself and the file `lock` in the folder are locked. The lock on the folder keeps a second service from
     starting even if the file `lock` is deleted or renamed. The lock on the file is needed on file systems that cannot lock
-    folders, such as NFS. The ledger also records which service owns it.
+    folders, such as NFS. As a further safeguard, the ledger itself records which service owns it.
 
     Raises:
         UsageError: another service uses the folder, or the folder cannot be written.

@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that appends the ids of the job and the request that a record is about to the record's line."""
+    """A log formatter that appends two ids to a record's line: those of the job and of the request that the record concerns."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

@@ -170,7 +170,7 @@ class Job(BaseModel):
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
         """Remove secrets from the dataset's URI, because every token with the scope `read` can see the job.
 
-        The fetch uses the full URI.
+        The dataset is still fetched from the full URI.
         """
         if dataset is None or dataset.uri is None:
             return dataset

@@ -159,7 +159,9 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Queue the unanswered requests of a dead worker for its next process; return whether the worker was computing any.
+        """Queue the unanswered requests of a dead worker for its next process.
+
+        Return True if the worker was computing any of them.
 
         Each request that the worker was computing will then be computed alone. A request fails once _DEATHS workers have died
         while computing it.
@@ -256,7 +258,7 @@ class OnlineScoring:
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
         """Raise Problem 503 if queueing `size` more bytes for a worker would take too much memory.
 
-        Bytes that the worker has not read yet are kept in this process's memory.
+        Queued bytes stay in this process's memory until the worker reads them.
         """
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
@@ -269,7 +271,10 @@ class OnlineScoring:
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """Return a list of each sequence's stored values (None for a sequence without values), and the snapshot's number."""
+        """Look up sequences in the store.
+
+        Return a list with each sequence's values (None for a sequence without values), and the snapshot's number.
+        """
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:

@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once the first attempt to write it to the ledger has started."""
+    """The latest progress of a job. `begun` is True once the first attempt to write the progress to the ledger has started."""
 
     progress: JobProgress
     committed: bool
@@ -79,8 +79,8 @@ class PendingWrites:
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.
-            call: function that writes to the ledger. It is called in a thread, and called again while it raises LedgerError, so
-                repeated calls must be safe.
+            call: function that writes to the ledger. It is called in a thread, and again each time it has raised LedgerError,
+                so it must be safe to call repeatedly.
             then: called in the event loop with the return value of `call`.
         """
         write = _Write(call, then)

@@ -4,7 +4,8 @@ All code in this module runs in the event loop. The pool handles `ready`, `loade
 callbacks handle all other frames.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
-loads a model or computes a forward pass. If a worker does not answer pings, its whole process has therefore stopped or hangs.
+loads a model or computes a forward pass. A worker that does not answer pings is therefore not just busy: its whole process has
+stopped or hangs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """The pool's view of one worker. When the worker's process ends, the same WorkerHandle is used for its new process.
+    """The pool's view of one worker. If the worker's process exits and is replaced, the WorkerHandle stays the same.
 
     Attributes:
         number: index of the worker, starting at 0.

@@ -149,7 +149,7 @@ class Precompute:
     async def close(self) -> None:
         """Write everything that is still pending to the ledger.
 
-        Call this method after all workers have ended. If the state of some jobs cannot be recorded, log how many.
+        Call this method after all workers have exited. If the state of some jobs cannot be recorded, log how many.
         """
         self.drain()
         if self._flusher is not None:
@@ -442,7 +442,7 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Add the progress made since the previous report to the metrics."""
+        """Update the metrics with the progress that a job has made since its previous report."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
@@ -454,7 +454,7 @@ class Precompute:
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers whenever something may have changed.
+        """Assign jobs to workers after each call of `_assign`, and otherwise every _LOST_SECONDS.
 
         This coroutine never returns. No other task claims jobs.
         """
@@ -583,7 +583,7 @@ class Precompute:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
-        """Check that a dataset may be used, and describe it for a worker, as in Submission's attribute `source`.
+        """Check that a job may use a dataset. Return the dataset's description for the worker (see `source` in Submission).
 
         Raise Problem if the dataset is not allowed or cannot be read.
         """
@@ -599,9 +599,9 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Return the allowed root folder that contains a dataset.
+        """Check that a dataset has not changed since the job was submitted; return the allowed root folder that contains it.
 
-        Raise Problem if the dataset has changed since the job was submitted, or is no longer allowed.
+        Raise Problem if the dataset has changed, or is no longer allowed.
         """
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:
@@ -650,7 +650,8 @@ class Precompute:
     def _forget_before(self, moment: datetime) -> None:
         """Delete jobs that ended before the given time.
 
-        A job's files are deleted before the job itself, so that no files are left behind without a job.
+        A job's result and report are deleted before the job itself. Even if the deletion is interrupted, no files are then left
+        without a job.
         """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:

@@ -38,10 +38,10 @@ class WorkerProcess(Protocol):
         """Return the number of bytes that were sent to the process but may not have been read yet."""
 
     async def receive(self) -> Frame | None:
-        """Return the next frame, or None when the process has ended."""
+        """Return the next frame, or None if the process has exited."""
 
     async def wait(self) -> str:
-        """Wait until the process ends, and return the reason as text."""
+        """Wait until the process exits, and return a text that says why it exited."""
 
     async def memory(self) -> int:
         """Return the resident memory of the process in bytes, or 0 if it is unknown."""

@@ -1,7 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor on the node starts the process and relays bytes in both directions. RayProcess, its counterpart in the service, runs in
-the event loop.
+An actor on the node starts the process, and relays bytes between the process and the service. In the service, RayProcess
+represents the process; its code runs in the event loop.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Relay:
         """Start the process and return its process id.
 
         Args:
-            probes: files that the service has written to folders that the node must share with it.
+            probes: files that the service has written, one in each folder that the node must share with the service.
 
-        Raise EngineError if a probe is not visible on this node, because its folder is then not shared.
+        Raise EngineError if a probe is not visible on this node, which means that the probe's folder is not shared.
         """
         for file in probes:
             require_visible(file)
@@ -149,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. If the relay does not respond in time, kill the relay, which ends its worker."""
+        """See WorkerProcess.kill. If the relay does not do this in time, kill the relay; its worker then exits too."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -160,8 +160,9 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """Send queued bytes to the relay. Each call waits for the previous one, because the relay may run concurrent calls in
-        any order.
+        """Send queued bytes to the relay.
+
+        Each remote call waits until the previous call has returned, because the relay may run concurrent calls in any order.
         """
         with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:

@@ -34,7 +34,7 @@ def give_memory_back() -> None:
     """Make the C library return large blocks to the operating system as soon as they are freed.
 
     By default, glibc returns only blocks above a minimum size, and may raise that minimum (up to 32 MiB) whenever a larger
-    block is freed. This function sets a fixed minimum. With other C libraries, this function does nothing.
+    block is freed. This function sets the minimum to a fixed value. With other C libraries, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -140,7 +140,9 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in total. If the request has not reserved any memory yet, wait until the bytes are free.
+        """Reserve `count` bytes in total.
+
+        If the request has not reserved any memory yet, wait until the bytes are free; otherwise, do not wait (see `resize`).
 
         Raises:
             Problem: 413 if one request may not use this much memory, 503 with Retry-After if other requests do not release the

@@ -1,7 +1,8 @@
 """Resolve the dataset paths in requests, and reject paths outside the root folders that an administrator has allowed.
 
-These functions block. A path is resolved when its job is submitted, and again when the job starts. The worker also opens the
-files through `confined_paths`, and accepts them only if their content has the digest that `resolve_path` returned.
+These functions block. A path is resolved when its job is submitted, and again when the job starts. As a further check, the
+worker opens the files through `confined_paths`, and accepts them only if their content has the digest that `resolve_path`
+returned.
 
 A path outside the roots gets the same response whether it exists or not.
 """

@@ -1,8 +1,8 @@
 """Reject requests from other sites' pages, and add security headers to every response.
 
-Any page can make a browser send requests to this service. The browser may be behind a firewall, and it attaches this service's
-cookies. Three headers show whether a request comes from a page of another site, rather than from a page of ours or from a
-program:
+Any page can make a browser send requests to this service. Such requests carry this service's cookies, and may come from a
+browser behind the firewall that protects the service. Three headers show whether a request comes from a page of another site,
+rather than from a page of ours or from a program:
 
 - Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
   rebinding), so unknown host names are rejected.
@@ -141,8 +141,8 @@ def is_of_own_page(headers: Headers) -> bool:
 def _names(origin: str, headers: Headers) -> bool:
     """Return True if an origin has the host and port of the request (from Host or, behind a proxy, X-Forwarded-Host).
 
-    Pages cannot make a browser send X-Forwarded-Host to another site, because the browser would first send a preflight request,
-    which this service always rejects.
+    X-Forwarded-Host can be trusted here: a page of another site cannot make a browser send it, because the browser would first
+    send a preflight request, which this service always rejects.
     """
     scheme, _, authority = origin.partition("://")
     if scheme not in _PORTS:

@@ -15,7 +15,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` until it returns without an exception. After each exception, log it and run `work` again.
+    """Run `work` until it returns without an exception. If `work` raises an exception, log the exception and run `work` again.
 
     Args:
         name: name used for the task in the log.

@@ -119,7 +119,10 @@ def _time_ticks(end: float) -> list[float]:
 
 
 def _median(values: Histogram) -> float:
-    """Return an estimate of the median. The estimate assumes that the values within each bar are evenly distributed."""
+    """Estimate the median of a histogram's values.
+
+    The estimate assumes that the values within each bar are evenly distributed.
+    """
     half, below = sum(values.counts) / 2, 0
     for left, right, count in zip(values.edges, values.edges[1:], values.counts, strict=False):
         if count and below + count >= half:

@@ -137,8 +137,8 @@ def lookups_router(context: Context) -> APIRouter:
     def with_values(held: int, reading: int) -> int:
         """Return the number of bytes to reserve for a lookup that also reads token values.
 
-        Row groups are always read as a whole. If a row group needs more memory than one request may reserve, the result is the
-        most that one request may reserve.
+        Row groups are always read as a whole, so a single row group may need more memory than one request may reserve. The sum
+        of `held` and `reading` is therefore limited to the most that one request may reserve.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 

@@ -115,7 +115,7 @@ class _Pages:
         )
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that checks the session, shows errors as pages and sets headers.
+        """Wrap a handler in a route that checks the session, shows errors as pages and adds headers to the response.
 
         If the scope is None, no session is required.
         """

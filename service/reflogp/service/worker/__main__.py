@@ -153,7 +153,7 @@ class Worker:
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """If the job has lost its device, wait until it has committed the values that were already computed."""
+        """After a forward pass has failed, wait until the job has committed the values that were computed before."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 

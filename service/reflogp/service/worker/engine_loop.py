@@ -2,8 +2,8 @@
 
 Online requests are served first. Requests that fit into one token budget are computed together, in one round. After each round,
 the job computes one forward pass if it has work, so that neither the job nor the requests wait long. A request waits for at
-most two of the job's passes, which are kept short while there are online requests. The thread that calls `preload` and `run`
-owns the engines; all other public methods may be called from any thread.
+most two passes of the job. While there are online requests, the job's passes are kept short. The thread that calls `preload`
+and `run` owns the engines; all other public methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Engines:
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
         """Return True if an engine may be unloaded in favour of another engine.
 
-        It must have been loaded at least `resident_seconds` ago or last used at least `idle_seconds` ago.
+        This is allowed if the engine was loaded at least `resident_seconds` ago, or was last used at least `idle_seconds` ago.
         """
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
@@ -409,9 +409,9 @@ class EngineLoop:
     def _ready_work(self) -> _Work | None:
         """Return the job's work if the loop should compute a pass of it now, otherwise None.
 
-        No pass should be computed while the job waits for new sequences to be read, or while its thread still has _AHEAD
-        results to read. Nor should one be computed if another model, which
-        was loaded and used recently, would have to be unloaded first.
+        No pass should be computed while the job waits for new sequences to be read, or while _AHEAD results wait for the job's
+        thread. Nor should one be computed if another model, which was loaded and used recently, would have to be unloaded
+        first.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

@@ -30,7 +30,7 @@ from reflogp.store import LogprobTable
 class Helpers:
     """The workers that help with a job. They join and leave while the job runs.
 
-    The thread that reads frames calls `take`; the job's thread sends requests.
+    The thread that reads frames calls `take`; the job's thread sends requests to the helpers.
 
     Args:
         job: id of the job.
@@ -142,7 +142,7 @@ class _Helper:
         return settled(None)
 
     def end(self) -> None:
-        """See Worker.end. Does nothing, because the process belongs to the service."""
+        """See Worker.end. Does nothing, because the helper's process belongs to the service."""
 
 
 def encoded(value: Any) -> Any:

@@ -63,7 +63,7 @@ class JobEngine:
         return found
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """See Engine.flow. While suspects are being computed, none of the job's other sequences are in flight."""
+        """See Engine.flow. While suspects are being computed, none of the job's other sequences is being computed."""
         coming = _Coming(groups, self._suspects)
         while not coming.is_end:
             yield from self._part(coming)
@@ -117,7 +117,7 @@ class JobEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A sequence, its number among all sequences passed to `flow`, and its key (hex)."""
+    """A sequence, its index among all sequences passed to `flow`, and its key (hex)."""
 
     number: int
     sequence: Sequence

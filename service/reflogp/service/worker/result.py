@@ -1,7 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-At the end of a job, the dataset is read again, one group of rows at a time, and the rows' values are looked up in the snapshot
-that is then the latest.
+At the end of a job, the dataset is read again, one group of rows at a time. The values of the rows are looked up in the
+snapshot that is the latest at that time.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Means:
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """Decode token ids to text, truncated to _TEXT characters.
 
-    Consecutive image ids are replaced with one short placeholder.
+    Each run of consecutive image token ids is replaced with one short placeholder.
     """
     found, left = "", _TEXT // 2
     for is_image, run in groupby(ids, key=lambda token: token >= FIRST_IMAGE_ID):
@@ -209,7 +209,7 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of rows that has completions, together with the unreadable rows that precede it or are in it.
+    """Yield each group of rows that has completions, with the unreadable rows in it and in the groups skipped before it.
 
     The unreadable rows are given as a dict from row number to problem.
     """

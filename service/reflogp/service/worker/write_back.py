@@ -30,7 +30,7 @@ _MOST_TOKENS = 8 << 20
 def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
     """Return the values with a copy of their sequence.
 
-    The original sequence is a view, which keeps its whole request in memory.
+    The copy is needed because the original sequence is a view that keeps its whole request in memory.
     """
     sequence, logps = scored
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
