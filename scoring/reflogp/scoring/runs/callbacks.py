@@ -23,7 +23,7 @@ class ProgressCallbacks:
         """Report that `rows` rows have been read and tokenized so far."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, for which the engine computed `tokens` tokens."""
+        """Report that `sequences` more sequences are done; the engine computed `tokens` tokens for them."""
 
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that has no values after this run; `problem` is the reason."""
@@ -40,7 +40,7 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that show finished sequences in a progress bar and record the rows that were left out.
+    """Callbacks that show finished sequences in a progress bar and collect the problems of bad rows to print them later.
 
     Args:
         bar: the progress bar.
@@ -67,7 +67,7 @@ class ProgressBar(ProgressCallbacks):
             self._bad.append(f"row {row} was left out: {problem}")
 
     def print_bad_rows(self) -> None:
-        """Print the first rows that were left out, and how many more were left out."""
+        """Print the problems of the first bad rows, and the number of further bad rows."""
         for line in self._bad:
             self._bar.write(line)
         if self._bad_rows > len(self._bad):

@@ -42,7 +42,7 @@ class Committer:
 
         Args:
             keys: binary array of the sequences' keys, which are computed before truncation.
-            sequences: the sequences, truncated in the same way as for scoring.
+            sequences: the sequences as they were scored; their completions may be truncated.
             completion_lens: array of the lengths of the whole completions, in tokens.
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.

@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.02
 
 
 class LocalScorer:
-    """A Scorer with one engine. Its ScoringPipeline computes and commits in separate threads.
+    """A Scorer with one engine. It computes values in one thread and commits them in another (see ScoringPipeline).
 
     Args:
         make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so no

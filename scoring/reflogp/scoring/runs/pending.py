@@ -17,7 +17,7 @@ class Miss:
         key: key of the sequence, computed before truncation.
         sequence: the sequence as it is scored; its completion may be truncated.
         completion_len: number of tokens in the whole completion.
-        rows: numbers of the rows that need the sequence. Rows may be added until the outcome of the miss is reported.
+        rows: row numbers of the rows that need the sequence. Rows may be added until the outcome of the miss is reported.
     """
 
     key: bytes
@@ -76,7 +76,7 @@ class Scorer(Protocol):
         """Return True if the scorer needs more misses now, even if only a few have been collected."""
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """Queue misses, and return when there is room for more. Outcomes that are not known yet are reported by later calls.
+        """Queue misses, and return when there is room for more. Later calls report the outcomes that are not known yet.
 
         Args:
             misses: misses to score. Until the outcome of a miss is reported, another miss with the same key may be passed only
@@ -89,7 +89,7 @@ class Scorer(Protocol):
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """Report outcomes without waiting.
+        """Report the outcomes that are known now, without waiting for others.
 
         This method is called while there are no misses to score, and raises the same errors as `score`.
         """

@@ -174,7 +174,7 @@ class ScoringPipeline:
     def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
         """Return the outcomes of the engine's next pass.
 
-        Return an empty list if the engine has no group, and None after the last pass.
+        Return an empty list if the engine has no group to score, and None after the last pass.
         """
         with span("score") as scoring:
             numbered = next(flow, None)
@@ -222,7 +222,7 @@ class ScoringPipeline:
     def _take(self, arrived: _Pass) -> bool:
         """Report the outcomes of a pass, and commit when enough sequences are done.
 
-        Return True if an `at_once` group is complete.
+        Return True if this pass completes a group that must be committed at once.
         """
         is_due = False
         for miss, group, outcome in arrived:
@@ -256,7 +256,7 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are computed together; `left` is the number of misses that have no outcome yet."""
+    """Misses that are computed together; `left` is the number of these misses that have no outcome yet."""
 
     misses: list[Miss]
     at_once: bool

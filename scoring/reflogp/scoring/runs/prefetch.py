@@ -23,7 +23,8 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items in the queue. While the queue is full, the thread produces one more item.
+        depth: maximum number of items that wait in the queue. While the queue is full, the thread already produces the next
+            item.
         name: name of the thread.
     """
 

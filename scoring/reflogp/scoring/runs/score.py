@@ -65,8 +65,8 @@ class ScoreSummary:
             together multiply random matrices; at most 1. Shared tokens count once and padding does not count (see Operations).
             None if nothing was computed, or if the engine cannot count operations.
         sharing_gain: number of operations that scoring would take if each sequence had a forward pass of its own, divided by
-            the number of operations that were computed; at least 1. None if nothing was computed, or if the engine cannot count
-            operations.
+            the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
+            count operations.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of the first snapshot that contains all values.
@@ -137,7 +137,7 @@ def score_dataset(
         dataset: the tokenized dataset.
         store: store for the values.
         reference: the reference model that the scorer uses.
-        scorer: object that computes and commits values. It gets no sequences if the store already has all values.
+        scorer: object that computes and commits values. The scorer gets no sequences if the store already has all values.
         settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
             "keep_end" scores only the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences are
             scored.
@@ -381,7 +381,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """If values were committed, read a new snapshot, and forget the misses whose values it contains."""
+        """If the scorer has reported commits, read a new snapshot, and forget the misses whose values it contains."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -422,7 +422,7 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError if an engine other than `engine` computed any of the values at these indices."""
+    """Raise OtherEngineError if an engine other than `engine` computed any of the stored values at the indices `places`."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

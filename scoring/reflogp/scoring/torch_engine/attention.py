@@ -70,11 +70,12 @@ class PackLayout:
         token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
         parents: indices of the tokens whose hidden states predict a token, int64 (predictions,).
         targets: ids of the predicted tokens, int64 (predictions,).
-        spans: (start, stop, number of keys shared with earlier branches) for each branch.
+        spans: for each branch, the index of its first token, the index after its last token, and the number of keys that it
+            shares with earlier branches.
         layers_seen: number of calls to packed attention so far.
         windows_seen: number of calls to packed attention with a sliding window so far.
         kernels: names of the kernels that have been used.
-        declined: kernel name -> why the kernel could not compute a layer.
+        declined: dict from the name of a kernel to the reason why it could not compute a layer.
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = (), both_ways: bool = False) -> None:
@@ -132,8 +133,9 @@ class PackLayout:
         """Return the arguments that a variable-length kernel needs.
 
         Returns:
-            A tuple: the indices of all keys in the pack (None if no branch shares tokens), cu_seqlens of the queries,
-            cu_seqlens of the keys, the maximum number of queries per branch, and the maximum number of keys per branch.
+            A tuple: the indices of each branch's keys in the pack, concatenated (None if no branch shares tokens), cu_seqlens
+            of the queries, cu_seqlens of the keys, the maximum number of queries per branch, and the maximum number of keys per
+            branch.
         """
 
         def make() -> Any:
@@ -148,9 +150,9 @@ class PackLayout:
         """Return the arguments `spans` and `paths` of the CPU kernel (`cpu_attention.attend`).
 
         Returns:
-            Two int64 tensors. The first tensor, shape (branches, 3), contains the start, the stop and the number of shared keys
-            of each branch. The second tensor contains the indices of each branch's keys in the pack, concatenated in the order
-            of the branches.
+            Two int64 tensors. The first tensor, shape (branches, 3), contains, for each branch, the index of its first token,
+            the index after its last token, and the number of keys that it shares with earlier branches. The second tensor
+            contains the indices of each branch's keys in the pack, concatenated in the order of the branches.
         """
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
@@ -180,7 +182,7 @@ class PackLayout:
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                """Return the smallest and the largest value of each block."""
+                """Split the tokens' values into blocks; return the smallest and the largest value of each block."""
                 padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
                 low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
                 return low, high
@@ -254,7 +256,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute one layer's attention over the current pack.
 
-    When transformers calls this function, it passes all arguments after `attention_mask` by keyword.
+    transformers passes all arguments after `attention_mask` by keyword, so these parameters must keep their names.
 
     Args:
         query: queries, shape (1, heads, tokens, head size).
@@ -395,7 +397,7 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call the kernel of torch.nn.attention.varlen with a causal mask aligned to each branch's last token.
+    """Call torch.nn.attention.varlen's kernel; its causal mask aligns the last query of each branch with the branch's last key.
 
     Versions of torch after 2.11 require the argument `enable_gqa` for grouped heads. Version 2.11 does not have this argument
     and accepts grouped heads without it.
@@ -428,14 +430,14 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys a query attends to on its left and on its right, not counting its own key; -1 means all keys."""
+    """Return how many keys before its own key, and how many after it, a query attends to; -1 means all keys."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with those arguments in `wanted` that its installed version accepts.
+    """Call a variable-length kernel; of the arguments in `wanted`, pass those that the kernel's installed version accepts.
 
     Raises:
         UnsupportedAttentionError: the installed version does not accept an argument that `needed` lists.
@@ -458,7 +460,7 @@ def _by_varlen(
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call FlexAttention, which supports soft caps and sinks.
 
-    The mask describes which tokens the branches share, so shared keys are not copied for each branch.
+    The mask lets several branches attend to the same keys, so shared keys need not be copied for each branch.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -492,8 +494,8 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """List the key blocks that each query block reads, in FlexAttention's format.
 
-    The first tensor, shape (1, 1, n), contains the number of key blocks for each query block. Each row of the second tensor,
-    shape (1, 1, n, n), begins with the indices of these key blocks.
+    The first tensor, shape (1, 1, n), contains, for each query block, the number of key blocks that it reads. The second tensor
+    has the shape (1, 1, n, n). Its row for a query block begins with the indices of these key blocks.
     """
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
@@ -605,8 +607,8 @@ def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
     Tensors with a dimension of size 1 still get a separate compiled version.
 
     Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
-    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would become a CPU tensor, and
-    FlexAttention's CUDA template would treat this tensor as a pointer.
+    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would be passed as a CPU
+    tensor, and FlexAttention's CUDA template would mistake the tensor for a pointer.
     """
     compiled = torch.compile(function, dynamic=True, backend=backend)
     configs: tuple[Any, Any] = (fx_config, dynamo_config)

@@ -35,7 +35,7 @@ _PATIENCE = 300
 def problem(size: int, value_size: int) -> str | None:
     """Return why the kernel cannot be used on this machine for these head sizes, or None if it can.
 
-    The first call on a machine builds the kernel, which takes 10 s.
+    The first call on a machine takes 10 s, because it builds the kernel.
     """
     if size % 2:
         return f"head size {size} is odd, but the kernel supports only even head sizes"
@@ -58,14 +58,14 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute causal attention: the queries of each branch attend to the keys on its path.
+    """Compute causal attention: each query of a branch attends only to keys on the branch's path, up to the query's own key.
 
     Args:
         query: queries, bfloat16 (heads, tokens, head size).
         key: keys, bfloat16 (key heads, tokens, head size).
         value: values, bfloat16 (key heads, tokens, value size).
         spans: int64 (branches, 3): for each branch, the index of its first token, the index after its last token, and the
-            number of keys that precede its first token on its path.
+            number of keys on the branch's path before that first token.
         paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
         scale: factor applied to the attention scores.
         window: number of keys that a query attends to, including its own; None for all keys.
@@ -102,7 +102,8 @@ def _loading_problem() -> str | None:
 def _built(compiler: str) -> Path:
     """Return the path of the compiled kernel, and build the kernel if it is not cached.
 
-    The cache key consists of the kernel's source, the versions of torch and of the compiler, and the compiler options.
+    A cached kernel is used only if it was built from the same source, with the same versions of torch and of the compiler, and
+    with the same compiler options.
     """
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])

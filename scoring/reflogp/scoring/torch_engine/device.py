@@ -44,9 +44,9 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A marker in a device's stream; it has passed once all work that was launched before it is finished.
+    """A marker in a device's stream. It has passed when the device has finished all work that was launched before the marker.
 
-    On a CPU, a mark has always passed.
+    On a CPU, a mark has passed as soon as it is created.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,8 @@ def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
     """Start copying a tensor to the host.
 
     Returns:
-        (tensor on the host, mark in the device's stream after the copy). Do not read the tensor until the mark has passed.
+        A tensor on the host, and a mark in the device's stream after the copy. Do not read the tensor until the mark has
+        passed.
     """
     host = values
     if values.device.type == "cuda":
@@ -94,8 +95,9 @@ def run_in_own_thread(function: Callable[[], Result]) -> Result:
 
     libgomp gives each thread that runs a parallel operation its own pool of worker threads, and keeps the pool until that
     thread exits. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
-    instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). On two cores, a model that was loaded in one thread and run in
-    another reached only 65% of its normal speed. If the caller is interrupted, the function keeps running in its thread.
+    instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). For example, on two cores, a model that was loaded in one
+    thread and run in another reached only 65% of its normal speed. This function avoids the slowdown, because its thread exits.
+    If the caller is interrupted, the function keeps running in its thread.
     """
     outcome: Future[Result] = Future()
 

@@ -71,7 +71,7 @@ class TorchEngine:
     Attributes:
         token_budget: current maximum number of tokens in a pass.
         pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
-            the engine.
+            the engine, so that this work need not wait for a long pass.
         self_check: result of the self-check that ran when the model was loaded.
         image_check: result of the check on the first sequences with images; None until that check has run.
 
@@ -150,7 +150,7 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that this model cannot score, as a dictionary from index to reason."""
+        """Return a dictionary from the index of each sequence that this model cannot score to the reason."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -168,7 +168,7 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """For each finished pass, yield a list of (index, outcome); `flow` describes the possible outcomes.
+        """Yield a list of (index, outcome) for each pass as soon as it has finished; `flow` describes the possible outcomes.
 
         Args:
             sequences: sequences that this model can score (see `problems`).
@@ -195,16 +195,16 @@ class TorchEngine:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
                 the longest first; groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in
                 one of the engine's threads and must not block: yield an empty group when no sequences are available yet. When
-                the engine gets an empty group, it finishes and yields the pass in flight, or yields an empty list if no pass is
-                in flight.
+                the engine gets an empty group, it waits for the pass in flight and yields the outcomes of that pass. If no pass
+                is in flight, it yields an empty list.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
-                sequences (see Yields).
+                sequences, counted across all groups (see Yields).
 
         Yields:
-            For each pass, a list of (number, outcome). Sequences are numbered from 0 across all groups. The outcome is
-            token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone, its values
-            are not finite, or one of its images can no longer be read.
+            For each pass, a list of (index, outcome). The index of a sequence is counted from 0 across all groups. The outcome
+            is token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone, its
+            values are not finite, or one of its images can no longer be read.
 
         Raises:
             EngineError: a pass failed. The outcomes of all earlier passes have already been yielded.
@@ -298,7 +298,7 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit in memory. After enough such passes, double a budget that was halved.
+        """Count a pass that fit in memory. If the token budget was halved before, double it after enough such passes.
 
         The new budget applies to packs that have not been built yet.
         """
@@ -312,9 +312,9 @@ class TorchEngine:
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak matrix product rate in the model's dtype, in operations per second; None if memory runs out.
+        """Return the device's peak rate of matrix products in the model's dtype, in operations per second.
 
-        The rate is measured with products of random matrices, once for each device and dtype.
+        The rate is measured with products of random matrices, once for each device and dtype. Return None if memory runs out.
         """
         try:
             with on_device(self.device):
@@ -348,7 +348,7 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """Wait for a pass and return its outcomes; remove its sequences from `waiting` (the sequences without an outcome)."""
+        """Wait for a pass and return its outcomes; remove its sequences from `waiting`, because they have outcomes now."""
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
@@ -367,7 +367,7 @@ class TorchEngine:
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Number all sequences, add them to `waiting`, and yield passes over them; for an empty group, yield None."""
+        """Number all sequences, add them to `waiting`, and yield passes that score them; for an empty group, yield None."""
         count = 0
         for group in groups:
             if not group:
@@ -383,11 +383,11 @@ class TorchEngine:
             yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
 
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
-        """Yield passes over all sequences, each within the current token budget.
+        """Divide the sequences into passes within the current token budget, and yield the passes.
 
         Each sequence longer than the model's `rope_limit` gets a pass of its own, and sequences with an attention mask are
-        padded. Sequences with images are not mixed with text-only sequences in a pass, and all images of a pass have the same
-        processor.
+        scored in padded batches. Sequences with images are not mixed with text-only sequences in a pass, and all images of a
+        pass have the same processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []

@@ -1,7 +1,8 @@
 """Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the rate of the operations that the values depend on,
-divided by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a data sheet.
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the number of operations per second that the values
+depend on, divided by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a
+data sheet.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """For each layer type, return the number of layers and a function that counts the query-key pairs of n tokens."""
+    """For each layer type, return its number of layers and a function: number of tokens -> number of query-key pairs."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -135,7 +136,8 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
     The matrices are random, like a model's weights: if all elements were equal, a GPU would draw less power and run faster. The
     result is the best rate over several repeats of two sizes, because other work on the machine can make a product slower, but
-    never faster. The larger size is skipped if, at the rate measured for the smaller size, it would take too long.
+    never faster. The larger size is skipped if a product of this size would take too long at the rate measured for the smaller
+    size.
     """
     best = 0.0
     for side in _SIDES[device.type]:
@@ -148,7 +150,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Multiply two random matrices several times, as a linear layer does; return the fastest time in seconds."""
+    """Multiply two random matrices several times, as a linear layer does; return the shortest time of a product in seconds."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     took: list[float] = []

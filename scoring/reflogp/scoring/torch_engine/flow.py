@@ -27,7 +27,7 @@ class Unit:
         work: the input, which is a pack or the sequences of a padded batch.
         members: for each sequence, its index and the indices of its values in the output of the pass.
         tokens: number of tokens in the pass, including padding.
-        operations: number of floating-point operations in the pass.
+        operations: operation counts of the pass.
         with_images: the sequences that the pack was built from, if they have images; None otherwise.
     """
 
@@ -44,7 +44,8 @@ class InFlight:
 
     Attributes:
         values: log-probs in a tensor on the host, which is complete once the mark `landed` has passed.
-        began, landed: marks in the device's stream, set before the pass and after its values are copied.
+        began, landed: marks in the device's stream: `began` is set before the pass, and `landed` after the copy of its values
+            to the host.
     """
 
     unit: Unit
@@ -92,8 +93,8 @@ class Prepared:
     def take(self, flying: InFlight | None) -> Unit | None:
         """Wait until the next unit is ready, and return it.
 
-        Returns None if the values of the pass in flight have arrived before the next unit is ready, or if no pass is in flight
-        and there is nothing to prepare yet.
+        Returns None if the values of the pass in flight arrive on the host before the next unit is ready. Also returns None if
+        no pass is in flight and there is nothing to prepare yet.
 
         Raises StopIteration after the last unit, and re-raises any error that occurred while a unit was being prepared.
         """

@@ -2,7 +2,7 @@
 
 The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
 compilation, each of these operations would read and write whole activations several times. On a CPU, all of them together would
-take half as long as the matrix products. For every architecture, only one decoder layer is compiled, and all layers run the
+then take half as much time as the matrix products. Only one of a model's decoder layers is compiled, and all of them run the
 compiled code ("regional compilation").
 """
 
@@ -40,7 +40,7 @@ def should_compile(model: Any, device: torch.device) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers: the first ModuleList whose length is the config's number of hidden layers."""
+    """Return the decoder layers: the first ModuleList that has as many modules as the config has hidden layers."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     return list(next(lists, torch.nn.ModuleList()))
@@ -119,8 +119,8 @@ def forward_padded(
 ) -> torch.Tensor:
     """Return the log-probs of all completion tokens in a batch, concatenated, float32 (tokens,) on the device.
 
-    The batch is padded on the right. If a sequence has an attention mask, the mask is used, and the padding that the sequence
-    already contains stays in place. The sequences must either all have images or all be text-only.
+    The batch is padded on the right. A sequence with an attention mask already contains padding: this padding stays in place,
+    and the mask is passed to the model. The sequences must either all have images or all be text-only.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -158,7 +158,7 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Yield batches of sequence indices, longest sequences first; each batch's padded size is within the token budget.
+    """Yield batches of sequence indices, longest sequences first; a batch has at most `token_budget` tokens, including padding.
 
     A sequence longer than the budget gets a batch of its own.
     """

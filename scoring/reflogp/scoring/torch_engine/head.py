@@ -52,7 +52,7 @@ class Head:
     source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
     forward is called with the given hidden states, so no architecture-specific code is needed.
 
-    Under autocast, the target token's rounded logit is used, because the log-probs are compared with those of a training run
+    Under autocast, the target token's logit is rounded too, because the log-probs are compared with those of a training run
     that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the
     log-sum-exp over the logits in float32.)
 
@@ -128,10 +128,10 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-sum-exp of all logits, and the target's logit, computed from the rounded product; both float32 (n,).
+        """Return the log-sum-exp of all logits and the target's logit for each position, both float32 (n,).
 
-        The outer loop iterates over blocks of the vocabulary, so that each block of weights is cast to the product's dtype at
-        most once.
+        The target's logit is computed from the rounded product. The outer loop iterates over blocks of the vocabulary, so that
+        each block of weights is cast to the product's dtype at most once.
         """
         assert self.logits is not None
         # Mamba keeps its residual stream in float32, so its hidden states are float32 too.
@@ -208,7 +208,7 @@ def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a product can accumulate and return float32 for 16-bit operands (torch >= 2.8, CUDA only).
+    """Return True if torch can return the product of these 16-bit operands in float32 (torch >= 2.8, CUDA only).
 
     The product of two 16-bit numbers is exact in float32, so the result is the same as with float32 operands, at 16-bit speed.
     """
@@ -223,7 +223,7 @@ def _rows_at_once(device: torch.device, columns: int) -> int:
 
 
 def _in_tiles(count: int) -> int:
-    """Round down to a multiple of the tile size, but at least to one tile."""
+    """Round a count down to a multiple of the tile size; return at least the size of one tile."""
     return max(1, count // _TILE) * _TILE
 
 
@@ -244,7 +244,7 @@ def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Te
 
 
 class _Answer(torch.nn.Module):
-    """A stand-in for a backbone: it returns the given hidden states, and looks up all other attributes on the backbone."""
+    """Replaces a backbone: its forward returns the given hidden states, and its other attributes are those of the backbone."""
 
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()

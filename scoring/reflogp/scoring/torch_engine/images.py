@@ -78,7 +78,7 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return an array of shape (n,) with 1 for image tokens and 0 for all other tokens, as processors do.
+    """Return an array of shape (n,) with 1 for image tokens and 0 for all other tokens, like a processor's token types.
 
     `ids` are the token ids that the model gets (see `Sequence.model_ids`).
     """
@@ -108,7 +108,8 @@ class DecoderInputs:
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
         """Return the decoder's keyword arguments.
 
-        `positions`, shape (tokens,), is used if the model does not compute positions of its own.
+        The argument `positions`, shape (tokens,), is passed on as `position_ids` if the model does not compute positions of its
+        own.
         """
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
@@ -122,7 +123,7 @@ class _Features:
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
         deep: features that the decoder adds after its first layers (see `DecoderInputs`).
-        grids: tensors on the host that are passed to the model's own function for positions.
+        grids: tensors on the host that the model's own function needs to compute positions.
     """
 
     embeddings: torch.Tensor
@@ -138,7 +139,7 @@ class ImageFeatures:
     """Builds the decoder's inputs for packs with images.
 
     The vision tower runs once for each distinct image of a pack. If an image's features depend on the prompt's other images,
-    the vision tower runs once for each distinct set of images of a prompt.
+    the images of a prompt are processed together, once for all prompts of the pack that have the same images.
 
     The most recently used features are kept for later packs, up to a memory limit. If an image's features are larger than the
     limit, the image is decoded and processed again for each pack that contains it.
@@ -172,7 +173,7 @@ class ImageFeatures:
     def close(self) -> None:
         """Release all features and the model.
 
-        Otherwise, they would stay in memory as long as a stream that was stopped early refers to this object.
+        Without this call, they would stay in memory as long as a stream that was stopped early still refers to this object.
         """
         self.clear()
         self._model = None
@@ -259,7 +260,7 @@ class ImageFeatures:
         return found
 
     def _computed(self, part: SequenceImages) -> _Features:
-        """Compute the decoder's inputs for a group of images by running the model on their tokens, up to its decoder."""
+        """Compute the decoder's inputs for a group of images: run the model on their tokens until it calls its decoder."""
         pixels, types = pixel_inputs([part])
         ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
         more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}
@@ -275,7 +276,7 @@ def _key(part: SequenceImages) -> _Part:
 
 
 def _position_arguments(model: Any) -> frozenset[str]:
-    """Return the argument names of the model's own function for positions; empty if the model has no such function."""
+    """Return the argument names of the model's own function that computes positions; empty if it has no such function."""
     function = getattr(model.base_model, "get_rope_index", None)
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
@@ -312,7 +313,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
     """Return True if each token attends to the same tokens under `masks` as in a pack.
 
-    `masks` is None for a causal mask, a tensor, or a dictionary from layer type to mask.
+    `masks` is None (which means a causal mask), a tensor, or a dictionary from the type of a layer to its mask.
     """
     kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
     reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]

@@ -32,7 +32,7 @@ class LoadedModel:
         model: transformers model in evaluation mode on `device`; its parameters have no gradients.
         dtype: dtype of the weights.
         autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
-        vocab_size: number of rows of the output embedding; token ids must be smaller.
+        vocab_size: number of rows of the output embedding; token ids must be smaller than this number.
         max_positions: maximum number of positions according to the config; None if the config sets no limit.
         rope_limit: for models with "longrope" or "dynamic" RoPE scaling, the length above which a sequence changes the rotary
             embeddings of all sequences in its pass; None for other models. Sequences longer than `rope_limit` are scored alone.
@@ -58,7 +58,7 @@ class LoadedModel:
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context manager for a forward pass that turns autocast on, with the same settings as accelerate, or off."""
+        """Return a context manager that turns autocast on, as accelerate does, or off if the model does not use it."""
         return autocasting(self.device, self.autocast)
 
 
@@ -68,7 +68,7 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractCont
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the torch device for a name: "auto" selects CUDA if available, otherwise the CPU; other names are torch's own.
+    """Return the torch device for a name: "auto" selects CUDA if available, otherwise the CPU; other names are passed to torch.
 
     "cuda" without a number selects this thread's current device. Raises EngineError if the device does not exist or is neither
     a CPU nor a CUDA device.
@@ -88,8 +88,8 @@ def choose_device(device: str) -> torch.device:
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     """Insert the adapter's layers into the model, in the model's dtype and on its device; return the model.
 
-    The adapter is not merged into the weights, because rounding the sums to the weights' dtype would lose the adapter's small
-    changes.
+    The adapter is not merged into the weights, because the merged weights would be rounded to the weights' dtype, and the
+    adapter's small changes would be lost.
     """
     try:
         from peft import PeftModel
@@ -247,7 +247,7 @@ def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
 
 
 def _take_out_of_files(model: Any) -> None:
-    """Copy the weights into newly allocated memory, because a quantized checkpoint's weights may be memory-mapped files."""
+    """Copy the weights into newly allocated memory, because a quantized checkpoint's weights may be in memory-mapped files."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
@@ -281,7 +281,8 @@ def _rope_limit(config: Any) -> int | None:
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
     """Return (class that builds the model, number of parameters); tied parameters are counted once.
 
-    Vision-language checkpoints can score text too, but transformers does not list them as causal language models.
+    Vision-language checkpoints can score text too, but transformers does not list them as causal language models. They are
+    therefore loaded as image-text-to-text models.
     """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping

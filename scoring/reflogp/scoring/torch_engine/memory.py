@@ -110,8 +110,8 @@ def require_room(
         device: the model's device.
         parameters: number of the model's parameters, or None if unknown. It can be smaller than the number of weights in the
             files, because some of them may not be loaded.
-        alone: whether to compare with the device's total memory, as if nothing else used it, instead of with the memory that is
-            free now.
+        alone: True compares the needed memory with the device's total memory, as if nothing else used it. False compares it
+            with the memory that is free now.
 
     The message says how much memory is needed, how much is free, and which options would work, if any.
     """
@@ -139,7 +139,7 @@ def require_room(
 def needed_bytes(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
 ) -> tuple[int, int]:
-    """Return (bytes of the weights on the device, additional bytes that loading or the smallest pass needs).
+    """Return (bytes of the weights on the device, additional bytes for loading or the smallest pass, whichever needs more).
 
     The arguments are the same as for `require_room`.
     """
@@ -171,14 +171,14 @@ def needed_bytes(
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint's weights are quantized; such weights keep their own dtypes."""
+    """Return True if the checkpoint's weights are quantized; such weights keep their dtypes when they are loaded."""
     return any("quantization_config" in part for part in (checkpoint.config, checkpoint.config.get("text_config") or {}))
 
 
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return command-line options that split the model across as few GPUs of this kind as possible; None if it cannot fit."""
+    """Return command-line options that split the model across as few GPUs of this type as possible; None if it cannot fit."""
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1

@@ -80,7 +80,8 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
     Args:
         sequences: any number of sequences. For a large dataset, call this function for one window of sequences at a time.
         token_budget: maximum number of tokens in a pack. A longer sequence gets a pack of its own.
-        min_shared: minimum number of tokens of a shared prefix; shorter prefixes are computed for each sequence.
+        min_shared: minimum number of tokens in a prefix that sequences share; shorter prefixes are computed again for each
+            sequence.
     """
     ids = [sequence.ids() for sequence in sequences]
     order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())
@@ -195,7 +196,7 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 def _common_prefix(left: Int64s, right: Int64s) -> int:
     """Return the length of the prefix that two sequences share.
 
-    The prefix contains either all or none of a run of images that have no text between them.
+    If images follow each other without text between them, the prefix contains either all of these images or none.
     """
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]

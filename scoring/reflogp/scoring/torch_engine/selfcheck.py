@@ -92,17 +92,18 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Choose the path for sequences with images by scoring a few of them; warn if it is the padded path.
+    """Decide, by scoring a few of them, whether sequences with images are packed or padded; warn if they are padded.
 
     The sequences are scored both packed and one at a time.
 
     Sequences with images are packed only if the model gives its decoder the same positions and the same mask as a pack does,
-    and the values agree. Comparing the values alone is not enough: in bfloat16, values of a few tokens may agree by chance.
+    and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not enough:
+    in bfloat16, values of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
         loaded: the model, with packed attention already set.
-        features: builds the inputs of the model's decoder.
+        features: object that builds the inputs of the model's decoder.
         sequences: at least one sequence, all with images.
         refused: names of attention kernels that must not be used.
         own_attention: name of the model's own attention implementation.
@@ -163,8 +164,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
     Args:
         head: the model's output layer.
         loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and need no check.
-        compile_layers: whether to also try compiled layers on the packed path. This issues a warning if the layers fail or
-            their values differ.
+        compile_layers: whether to also try compiled layers on the packed path. A warning is issued if the compiled layers fail
+            or change the values.
         refused: names of attention kernels that must not be used.
 
     Out-of-memory errors are re-raised: the check scores so few tokens that no other path would need less memory.
@@ -240,7 +241,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
 
 
 def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """Return (root mean square difference from a plain pass, description of the problem or None)."""
+    """Return (root mean square difference from a plain pass's values, a message if it exceeds the tolerance or None)."""
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
@@ -261,7 +262,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers, and undo this if it changes the values. Return (difference from a plain pass, problem or None)."""
+    """Compile the layers, unless this fails or changes the values. Return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -279,7 +280,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return three sequences that share a prompt and one unrelated sequence, shortened to fit the model's positions."""
+    """Return three sequences that share a prompt and one unrelated sequence, shortened if the model has too few positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -304,9 +305,10 @@ def _windowed_layers(config: Any) -> int:
     """Return how many layers do not attend to the whole context, according to the config.
 
     The self-check compares this number with the number of layers that pass a window to packed attention. Some layers have their
-    window only in the mask, which packed attention replaces. Comparing values would not reveal the lost window, because the
-    sequences of the self-check are shorter than most windows. Models with chunked attention (Llama 4) always fail the
-    comparison of the two numbers, because their layers do not pass a chunk size.
+    window only in the mask. Packed attention does not use this mask, so these layers would lose their window. Comparing values
+    would not reveal the lost window, because the sequences of the self-check are shorter than most windows. Models with chunked
+    attention (Llama 4) always fail the comparison of the two numbers, because their layers do not pass a chunk size. They are
+    therefore never packed.
     """
     types = getattr(config, "layer_types", None)
     if types:

@@ -72,7 +72,7 @@ class SequenceImages:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """The images' digests, in order."""
+        """The images' digests, in the order of the images."""
         return tuple(picture.digest for picture in self.pictures)
 
     def parts(self) -> list[SequenceImages]:
@@ -93,9 +93,9 @@ class Sequence:
         prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
         completion_ids: token ids of the completion, at least one.
         attention_mask: for a row of a padded batch, 0 for padding tokens and 1 for other tokens; None for a sequence without
-            padding. Such a row is passed, with this mask, to the model's own forward method, which chooses the position ids.
-            Padding tokens in the row's completion get values too. If the model's positions are absolute, padding on the left
-            changes all values.
+            padding. A row with a mask is passed, together with the mask, to the model's own forward method, which chooses the
+            position ids. Padding tokens in the row's completion get values too. If the model's positions are absolute, padding
+            on the left changes all values.
         images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
             reflogp.store.images).
 
@@ -127,7 +127,7 @@ class Sequence:
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
-    """Return why a model cannot score this sequence, or None."""
+    """Return why a model cannot score this sequence, or None if it can."""
     if not len(sequence.prompt_ids):
         return "the prompt is empty: the first token would have no context; begin the prompt with the BOS token"
     if not len(sequence.completion_ids):
@@ -197,8 +197,8 @@ def passes_over(
         size: maximum number of sequences in a group.
         before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
             sequences.
-        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function that it calls before each pass. The
-            argument of this function is a list of the indices of the pass's sequences.
+        flow: the engine's `flow`. It is called with the groups of sequences, and with a function or None. `flow` must call this
+            function before each pass, with a list of the indices of the pass's sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -214,8 +214,9 @@ class Operations:
     Attributes:
         plain: operations if each sequence were scored in a forward pass of its own.
         computed: operations of the passes that ran, with shared tokens counted once. Only operations that affect a value are
-            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted,
-            except for the masked tokens of a padded batch. The device therefore executed at least this many operations.
+            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted.
+            The only exceptions are tokens of a padded batch that a sequence's attention mask hides. The device therefore
+            executed at least this many operations.
     """
 
     plain: float = 0.0

@@ -1,4 +1,7 @@
-"""Run workers in processes on this machine, one per Place. The workers exit when the run ends, even if it is killed."""
+"""Run workers in processes on this machine, one per Place (a device, or the GPUs of one engine).
+
+The workers exit when the run's process exits, even if that process is killed.
+"""
 
 from __future__ import annotations
 

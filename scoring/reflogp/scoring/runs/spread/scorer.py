@@ -46,7 +46,7 @@ class Worker(Protocol):
     """
 
     def place(self) -> Future[str]:
-        """Return a description of where the worker runs, as soon as it is placed."""
+        """Return a description of where the worker runs, as soon as this is known."""
 
     def prepare(self) -> Future[dict[str, Any]]:
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
@@ -58,7 +58,7 @@ class Worker(Protocol):
         """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
-        """Start no further pass, and commit computed values; see UnitScorer.stop."""
+        """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
 
     def end(self) -> None:
         """End the worker immediately; values that it has not committed are lost."""
@@ -93,7 +93,7 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: future of the result of the worker's `place`; once that has arrived, future of the result of `prepare`.
+        asked: the future that the worker's `place` returned; once it has a result, the future that `prepare` returned.
         name: description of where the worker runs; empty until the worker is placed.
         flying: units whose results have not arrived yet, oldest first; each with the future of its result and the time when it
             was sent.
@@ -284,7 +284,7 @@ class ParallelScorer:
         self._note_idle()
 
     def _give(self, callbacks: OutcomeCallbacks) -> None:
-        """Send units to all engines that have room, one unit at a time to each, so that the last units are spread evenly."""
+        """Send units to engines that have room, one unit to each engine in turn, so that the last units are spread evenly."""
         for count in range(IN_FLIGHT):
             for member in [] if self._alone else self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
@@ -304,8 +304,8 @@ class ParallelScorer:
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """Give this process's engine a unit if it is starved.
 
-        As long as the run uses workers, a unit on which a worker died is sent only to workers. A sequence that kills this
-        process would stop the whole run.
+        As long as the run uses workers, a unit on which a worker died is sent only to workers, because a sequence that kills
+        this process would stop the whole run.
         """
         if self._own is None or not self._own.is_starved():
             return
@@ -319,7 +319,7 @@ class ParallelScorer:
             self._own.score(misses, self._to_come, callbacks)
 
     def _not_stored(self, unit: Unit, callbacks: OutcomeCallbacks) -> list[Miss]:
-        """Return the misses of a lost worker's unit that the store lacks; report the other misses as scored and committed."""
+        """From a lost worker's unit, return the misses that the store lacks; report the others as scored and committed."""
         now = self._table.snapshot()
         keys = pa.array([miss.key for miss in unit.misses], pa.binary())
         stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
@@ -333,7 +333,8 @@ class ParallelScorer:
     def _may_have_more(self, member: _Member) -> bool:
         """Return True if a worker may get another unit now.
 
-        A unit on which a worker died is sent only to an idle worker. This worker gets no other unit until the unit is scored.
+        A unit on which a worker died is sent only to an idle worker, and that worker gets no other unit until it has scored
+        this one.
         """
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
@@ -434,7 +435,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return how many seconds a worker was ready between the first unit and the latest result."""
+        """Return for how many seconds a worker was ready between the run's first unit and its latest result."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
@@ -443,7 +444,7 @@ class ParallelScorer:
 
 
 def _named(place: str, error: Exception) -> ReflogpError:
-    """Return a worker's error, with the worker's location in the message."""
+    """Return a worker's error as an error whose message says where the worker runs."""
     kind = UsageError if isinstance(error, UsageError) else EngineError
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")

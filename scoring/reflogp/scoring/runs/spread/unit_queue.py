@@ -1,6 +1,6 @@
 """Queue misses for workers: group misses by prompt, divide them into units, and retry the units of lost workers.
 
-A sequence that kills its worker is found by halving its unit repeatedly.
+If a worker dies, its unit is halved repeatedly to find the sequence that may have killed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Unit:
 
     Attributes:
         again: True if the unit is retried after the loss of a worker; the store may already have some of its sequences.
-        suspect: True if a worker died while it had the unit; a sequence of the unit may be the cause.
+        suspect: True if a worker died while it had the unit, or the larger unit from which this one was split; a sequence of
+            the unit may be the cause.
         deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
@@ -101,8 +102,8 @@ class UnitQueue:
     def died_at(self, unit: Unit) -> Miss | None:
         """Split a unit on which a worker died into halves, and queue both halves ahead of all other units.
 
-        A unit with a single sequence is queued again when a worker dies on it for the first time. After the second death,
-        return its sequence instead.
+        A unit with a single sequence is queued again when a worker dies on it for the first time. After the second death, it is
+        not queued again, and its sequence is returned.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1
@@ -122,7 +123,7 @@ def _prompt(miss: Miss) -> bytes:
 
 
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
-    """Add a miss's images to a unit's images (digest -> bytes). If they do not all fit, add none and return False."""
+    """Add a miss's images to a unit's `images` (digest -> size in bytes). If they do not all fit, add none; return False."""
     own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
     both = images | own
     if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:

@@ -80,7 +80,7 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return the decoded image. Raises RowError if Pillow decodes the image to different pixels on this machine."""
+        """Return the decoded image. Raises RowError if Pillow on this machine decodes it to other pixels than in the run."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
             raise RowError("an image has different pixels on this worker, because its libraries decode the image differently")
@@ -178,8 +178,9 @@ class VisionCache:
     def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
         """Return the processor with these settings.
 
-        The processor is loaded from `folder` if that folder exists on this machine and has it, otherwise from the model's
-        folder. Raises UsageError if neither folder has a processor with these settings.
+        The processor is loaded from `folder` if that folder exists on this machine and contains a processor with these
+        settings; otherwise, it is loaded from the model's folder. Raises UsageError if neither folder has a processor with
+        these settings.
         """
         with self._lock:
             for place in [folder, self._model]:
@@ -252,7 +253,7 @@ class UnitScorer:
         Returns:
             A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of a snapshot with
             the values of all other sequences; None if there are no such sequences) and "operations" (operation counts since the
-            previous result).
+            previous call that returned).
 
         Raises the errors of the engine and the store, and EngineError after a call to `stop`. Computed values are committed.
         """
@@ -340,13 +341,13 @@ class _Asked:
 
 
 class ScoringWorker:
-    """A worker with one engine. Its arguments can be pickled, and nothing is loaded before `prepare`.
+    """A worker with one engine. Its arguments can be pickled, so that it can be created in another process.
 
     Args:
-        model: folder or hub id of the model, resolved on this machine.
+        model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
         revision: revision of the model, if `model` is a hub id.
-        reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on this
-            machine differ.
+        reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on the
+            worker's machine differ from the reference's.
         choice: fields of an EngineChoice, as a dict.
         store: URI of the store.
         threads: number of torch's CPU threads; used only if the engine computes on the CPU.
@@ -367,7 +368,7 @@ class ScoringWorker:
         """Load the engine and open the store. Return the provenance of the values that the engine will compute.
 
         Raises:
-            UsageError: the model is not found on this machine, or its weights are not the reference's.
+            UsageError: the model is not found on this machine, or its weights differ from those of the reference.
             ReflogpError: the store or the engine cannot be used on this machine.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads the setting when it first uses the GPU
@@ -395,5 +396,5 @@ class ScoringWorker:
         return self._units.peak()
 
     def stop(self) -> None:
-        """Start no further pass, and commit computed values; see UnitScorer.stop."""
+        """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
         self._units.stop()
