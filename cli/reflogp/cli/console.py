@@ -54,7 +54,8 @@ class WatchInterruptedError(ReflogpError):
 class SafeConsole(Console):
     """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Markup in text is interpreted only if `markup=True` is given. Pass untrusted names in such text through rich's `escape`.
+    Markup in text is interpreted only if `markup=True` is given. If such text contains untrusted names, pass these names
+    through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -111,7 +112,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar that shows the rate and the time left. `report` prints the first bad rows and notes."""
+    """A progress bar with the rate and the time left. `report` prints the first bad rows and the first rows with notes."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -133,7 +134,7 @@ class Bar(ProgressCallbacks):
         self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units have been processed, such as bytes of weight files."""
+        """Show that `done` of `total` units, such as bytes of weight files, have been processed."""
         self._progress.update(self._task, completed=done, total=total)
 
     def line(self) -> str:
@@ -173,7 +174,7 @@ class _Rows:
 
 @contextmanager
 def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """Unless stderr is a terminal, print the result of `line` on stderr every 30 seconds while the block runs."""
+    """While the block runs, print the result of `line` on stderr every 30 seconds. If stderr is a terminal, print nothing."""
     if err.is_terminal:
         yield
         return

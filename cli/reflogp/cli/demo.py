@@ -186,7 +186,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 class _models_that_run:
     """A context manager that records which language models run a forward pass in the `with` block.
 
-    It registers a forward pre-hook on all modules."""
+    To do so, it registers a forward pre-hook for all modules."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

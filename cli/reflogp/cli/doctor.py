@@ -100,7 +100,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return the packages of an extra that are missing, and those whose installed version the extra does not allow."""
+    """Return an extra's packages that are not installed, and those installed in a version that the extra does not allow."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):

@@ -108,9 +108,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the chosen engine with the given options. An option whose value is None was not given.
+    """Return the engine called `name` with the given options. Options with the value None were not given and are ignored.
 
-    Raises UsageError if an option cannot be parsed, or belongs to an engine that was not chosen.
+    Raises UsageError if an option cannot be parsed, or belongs to a different engine.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 

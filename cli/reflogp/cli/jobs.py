@@ -146,7 +146,8 @@ def watched(client: Client, job: str) -> Job:
 
     If stderr is not a terminal, print each change of state, and the job's counts every 30 seconds.
 
-    The rate and the remaining time come from the service, because watching may start or resume in the middle of a job.
+    The rate and the remaining time are measured by the service. This process cannot measure them, because it may start to watch
+    a job that is already running.
     """
     columns = (
         SpinnerColumn(),
@@ -191,7 +192,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return the complete shell command for a `reflogp jobs` subcommand and a job."""
+    """Return the complete shell command that applies a `reflogp jobs` subcommand to a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 

@@ -36,8 +36,8 @@ def reference(
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
     """Return a model's local folder and its reference. If no dtype was given, print which dtype was chosen, and why.
 
-    Weights whose digests are not cached are hashed, with a progress bar. For the parameter `otherwise` and the errors, see
-    `choose_reference`.
+    If digests of the weights are not cached, the weights are hashed, and a progress bar is shown. For the parameter `otherwise`
+    and the errors, see `choose_reference`.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

@@ -24,7 +24,11 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command. The --ray option may be given without an address, even if the next argument is the model."""
+    """The `score` command.
+
+    The option --ray may be given without an address. If the next argument is not an address, such as a model, it is not taken
+    as the value of --ray.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -152,7 +156,7 @@ def _require_weights(model: str, revision: str | None) -> None:
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
-    """Raise UsageError if a dtype on the command line differs from the claimed reference's dtype."""
+    """Raise UsageError if --dtype or --lm-head-dtype was given and differs from the claimed reference."""
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":

@@ -288,9 +288,9 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references, or of the one reference whose id starts with `reference`.
+    """The tables of all references in a store or, if `reference` is given, of the reference whose id starts with it.
 
-    Tables with errors are reported and skipped.
+    If `each` fails for one of several tables, it prints the error and skips the table.
 
     Attributes:
         failed: the error message of each table that was skipped, by reference id.
@@ -310,8 +310,8 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message, such as "an
-        export", which can contain only one reference.
+        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: something that
+        can contain only one reference, such as "an export".
         """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"

@@ -45,7 +45,7 @@ def score(
     engine: EngineChoice | None = None,
     progress: bool | None = None,
 ) -> Any:
-    """Score the sequences of a dataset whose log-probs are not in the store.
+    """Score a dataset's sequences, except those whose log-probs are already in the store.
 
     Rows that cannot be used are skipped, and the reason for each is printed. Computed values are committed every 30 seconds.
     After an interruption, the same call continues from the last commit.
@@ -151,8 +151,9 @@ def join(
         on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
-        A dataset of the same type with the new columns, or a Dataset for a path or hub name. A stream (IterableDataset) is
-        joined while it is read, which must happen in a single process. Errors about its rows are also raised while it is read.
+        A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. A stream
+        (IterableDataset) must be read in a single process. It is joined while it is read, so errors about its rows are also
+        raised then.
 
     Raises:
         NotScoredError: some rows have no values or cannot be used. The message lists the rows.
@@ -258,7 +259,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that record the reasons why rows cannot be used.
 
     Args:
-        problems: dict of row number -> problem, to which the first ten bad rows are added.
+        problems: dict from row number to problem. The first ten bad rows are added to it.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -298,7 +299,10 @@ def _opened(store: str | os.PathLike[str] | Store) -> Store:
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that returns the tokenizer. Without a tokenizer object, it loads one from a folder or hub id."""
+    """Return a function that returns the tokenizer.
+
+    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from there; if it is None, from `folder`.
+    """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer
@@ -307,9 +311,10 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns the image processor, or None if the model accepts only text.
+    """Return a function that returns the model's VisionProcessor, or None if the model accepts only text.
 
-    If `tokenizer` is a processor object, the function returns that object. Otherwise, it loads the processor.
+    If `tokenizer` is a processor object with an image processor, that object is used. Otherwise, the function loads a
+    processor.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)

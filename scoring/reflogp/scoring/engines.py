@@ -59,7 +59,8 @@ class PassEngine(Engine, Protocol):
     """An engine that lets other callers score between its passes, as a service's workers require.
 
     Attributes:
-        token_budget: approximate number of tokens in a pass above which merging more requests into the pass saves no time.
+        token_budget: approximate number of tokens in a pass. If a pass has more tokens, merging more requests into it saves no
+            time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -165,7 +166,7 @@ class EngineChoice:
             )
 
     def require_loadable(self, model: str, reference: Reference) -> None:
-        """Raise those errors of `make` that can be detected before the weights are loaded.
+        """Raise an error if `make` would fail for a reason that can be detected without loading the weights.
 
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.
@@ -183,8 +184,9 @@ class EngineChoice:
     def make(self, model: str, reference: Reference) -> PassEngine:
         """Load this engine for a reference and return it. The files in the model folder must be those of the reference.
 
-        Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads them
-        through the open file handles; vLLM opens them by path. Once the model is in memory, the files are checked for changes.
+        Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads the
+        files through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked
+        for changes.
 
         Args:
             model: local folder of the model.
@@ -239,7 +241,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the paths lead to the open files, because vLLM opens files by path."""
+            """Before and after the block, check that the paths lead to the open files: vLLM opens the files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:

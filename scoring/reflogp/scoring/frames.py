@@ -23,7 +23,7 @@ def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def read_frame(file: BinaryIO) -> Frame | None:
-    """Return the next frame, or None if the other process has closed the pipe, even in the middle of a frame."""
+    """Return the next frame, or None if the other process closed the pipe before it had sent a complete frame."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None

@@ -98,11 +98,11 @@ def join_dataset(
         ref_row: row number in the dataset, starting at 0, int64.
 
     In the Parquet metadata, `reflogp` contains the store, reference, snapshot and settings, and `reflogp.coverage` contains the
-    coverage and the numbers of rows that were read and written.
+    coverage, how many rows were read and how many were written.
 
     Args:
-        dataset: the dataset to join. It must have been created without `kept`, because a file of token ids lacks the dataset's
-            original columns.
+        dataset: the dataset to join. It must not keep its token ids in a file (the argument `kept`), because that file lacks
+            the dataset's original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
@@ -156,12 +156,12 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """The rows of one window of a dataset that have values, in the dataset's order.
+    """Those rows in one window of a dataset that have values, in the dataset's order.
 
     Attributes:
-        rows: columns of each row, as read from the dataset.
+        rows: the rows, each as a dict of the columns that were read from the dataset.
         numbers: row numbers in the dataset, starting at 0, int64.
-        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, and ref_row.
+        columns: the columns that the join adds: keys, float32 sums in nats, how many log-probs each sum has, and ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -239,13 +239,13 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return a dataset of the same type that contains the rows with values and has the joined columns.
+    """Return a dataset of the same type as `dataset`. It contains only the rows with values, and the joined columns are added.
 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins `source`, starting at its first row. The second argument says whether the dataset is a
-            stream, which may be endless.
+        windows: function that joins a RowSource from its first row on, and yields the windows. Its second argument says whether
+            the dataset is a stream, which may be endless.
 
     Raises:
         DatasetError: no row can be used.

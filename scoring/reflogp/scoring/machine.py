@@ -1,7 +1,8 @@
 """Assign devices to engines, measure and release memory, and prepare processes that load a model.
 
-This module never imports torch, because a service's main process uses it but does not load torch. psutil, pyarrow and
-transformers are imported only in the functions that use them: the command line, for example, can be installed without psutil.
+A service's main process uses this module but does not load torch, so the module never imports torch. psutil, pyarrow and
+transformers are imported only in the functions that use them, because they may be missing: the command line, for example, can
+be installed without psutil.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def places(
 def gpus_in_a_child() -> int:
     """Start a process in which torch counts the GPUs, and return the count.
 
-    If /dev contains no GPU device, return 0 without starting a process. Raises UsageError if the separate process fails.
+    If /dev contains no GPU device, return 0 without starting a process. Raises UsageError if the process that counts the GPUs
+    fails.
     """
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0

@@ -58,7 +58,7 @@ class Sender(SpanProcessor):
         return TracedRun(self._tracer, self._tracer.start_span(name, context), stops, ids)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span that has ended. The SDK calls this method."""
+        """Queue a span for sending. The SDK calls this method when the span has ended."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         with self._changed:
@@ -123,8 +123,8 @@ class StartedSpan:
     """A span that has started; see `tracing.Span`.
 
     Attributes:
-        span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. The stage is then counted
-            but not sent.
+        span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. The stage's span is then not
+            sent, but the stage is still counted in the root span.
         discarded: True after a call to `discard`.
 
     Args:
@@ -237,9 +237,9 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record the exception that a span's stage raised.
+        """Record, in a stage's span, the exception that ended the stage.
 
-        The exception becomes the span's status, or only an attribute if it is one of the run's `stops`.
+        An exception in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to an error.
         """
         text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):

@@ -68,7 +68,7 @@ def run_span(
         parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
         stops: exceptions that end the run but do not count as errors.
         flush_at_end: if True, wait at the end of the run until the collector has received the spans, for up to FLUSH_SECONDS.
-            The spans are then also sent if SIGTERM stops the process during the run.
+            With True, the spans are also sent if SIGTERM arrives during the run, before the process exits.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -107,9 +107,9 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items, and record a span for the production of each item.
+    """Yield the items of an iterable, and record a span for each item.
 
-    The span's duration is the time taken to produce the item; its attributes are the result of `describe`.
+    The span lasts as long as the iterable takes to produce the item, and its attributes are the result of `describe(item)`.
     """
     iterator = iter(items)
     while True:
@@ -124,7 +124,7 @@ def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str 
 
 
 def record(name: str, seconds: float, **attributes: str | int | float | None) -> None:
-    """Record a stage of the run that took `seconds` seconds and ends now."""
+    """Record a stage of the run: the stage took `seconds` seconds and ends now."""
     run = _run.get()
     if run is not None:
         ended = time.time_ns()

@@ -1,6 +1,6 @@
 """Write preference pairs and their reference scores as JSON lines, so that fairseq2 can train without a reference model.
 
-The run's config sets `reference_model: null`.
+The config of such a training run sets `reference_model: null`.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
@@ -27,8 +27,8 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     The sums are in the fields reference_score_chosen and reference_score_rejected.
 
     Raises UsageError if the name of the output file does not end in .jsonl, or if rows lack the fields that fairseq2 reads.
-    Also raises UsageError if sums may exclude a completion's last tokens, or if sums are 0. fairseq2 treats a sum of 0 as
-    missing, because its reader tests a batch with `all(scores)`.
+    Also raises UsageError if truncation may have excluded a completion's last tokens from its sum, or if a sum is 0. fairseq2
+    would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")

@@ -62,7 +62,7 @@ class JoinedPairs:
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if the sums may exclude a completion's last tokens, because the join used a max_length."""
+        """Raise UsageError if the join used a max_length: the sums may then exclude a completion's last tokens."""
         if self.max_length is not None:
             raise UsageError(
                 f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join it without --max-length"

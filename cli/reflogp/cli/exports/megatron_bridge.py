@@ -31,14 +31,14 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write the two files for n pairs, whose `pair_id` values are 0 to n-1.
+    """Write ref_logprobs.jsonl and scoring_metadata.json for n pairs. The `pair_id` values are 0 to n-1.
 
-    Each record contains the log-prob sum (in nats) and the token count of each completion.
+    Each record in ref_logprobs.jsonl contains the log-prob sum (in nats) and the token count of each completion.
 
     The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
-    The trainer compares the fingerprint's fields and ignores the other entries. The trainer rejects a folder without metadata.
-    The old metadata is deleted before the log-probs are replaced, and the new metadata is written last. Therefore, the trainer
-    also rejects the folder of an interrupted export.
+    The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries. The trainer rejects
+    a folder without metadata. The old metadata is deleted before the log-probs are replaced, and the new metadata is written
+    last. Therefore, the trainer also rejects the folder of an interrupted export.
 
     Args:
         pairs: the pairs to write.
@@ -46,8 +46,8 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
         fingerprint: the fields that the training run expects, as returned by `expected_scoring_metadata(config)`
             (training/dpo_train.py).
 
-    Raises UsageError if the fingerprint lacks fields or has a different number of pairs, or if sums may exclude a completion's
-    last tokens.
+    Raises UsageError if the fingerprint lacks fields or is for a different number of pairs, or if sums may exclude a
+    completion's last tokens.
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:

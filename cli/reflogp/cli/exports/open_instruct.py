@@ -28,8 +28,8 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
     """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), in row order.
 
-    For the losses dpo and wpo, the values are sums; for dpo_norm, they are means over the completion's tokens. open-instruct
-    makes this distinction in DPOLossType.is_average_loss.
+    For the losses dpo and wpo, the values are sums; for dpo_norm, they are means over the completion's tokens. In
+    open-instruct, DPOLossType.is_average_loss says which of the two a loss needs.
 
     Args:
         pairs: the pairs to write.

@@ -1,6 +1,7 @@
 """Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-A temporary file shows whether another node shares a folder: this process writes the file, and the node looks for it.
+To find out whether another node shares a folder, this process writes a temporary file to the folder, and the node looks for the
+file.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def connect(address: str | None) -> bool:
     """Connect to the cluster at an address. If this process is already connected to a cluster, change nothing and return False.
 
     Args:
-        address: "auto", host:port, ray://host:port, or "local"; None uses $RAY_ADDRESS, or this machine if $RAY_ADDRESS is not
-            set.
+        address: "auto", host:port, ray://host:port, or "local"; None means the address in $RAY_ADDRESS; if the variable is not
+            set, Ray is started on this machine.
 
     Raises UsageError if there is no cluster at the address.
     """
@@ -65,7 +66,9 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
-    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, otherwise "cpu".
+    """Return the engine choice for Ray's workers.
+
+    The device "auto" is replaced by "cuda" if the cluster has a GPU, otherwise by "cpu". All other settings are kept.
 
     Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
@@ -76,7 +79,7 @@ def on_workers(choice: EngineChoice) -> EngineChoice:
 
 
 def default_workers(choice: EngineChoice) -> int:
-    """Return the number of workers that fit on the whole cluster, but at least 1, because Ray may add nodes."""
+    """Return how many workers fit on the whole cluster. The result is at least 1, because Ray may add a node later."""
     resources = ray.cluster_resources()
     room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
     return max(1, int(room))

@@ -58,12 +58,12 @@ class ClusterWorkers:
     """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
 
     Args:
-        model: folder or hub id of the model. Each node resolves it separately.
+        model: folder or hub id of the model. Each node looks it up separately.
         revision: revision of the model, if `model` is a hub id.
         reference: the reference whose values are computed.
         choice: the engine that each worker loads.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
-        place_seconds: number of seconds without any placed worker after which the run fails.
+        place_seconds: if Ray has not placed any worker after this many seconds, the run fails.
     """
 
     may_come = True
@@ -92,7 +92,10 @@ class ClusterWorkers:
         self._table_folder = table.uri
 
     def begin(self, have: int) -> list[Worker]:
-        """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet are not missing."""
+        """Start the missing workers; see Workers.begin.
+
+        A worker that was started but not placed by Ray yet does not count as missing.
+        """
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
@@ -100,10 +103,11 @@ class ClusterWorkers:
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
     def look(self, is_any_placed: bool) -> None:
-        """Warn while no worker is placed, and raise EngineError after `place_seconds`; see Workers.look.
+        """If no worker is placed, warn once, and raise EngineError after `place_seconds` seconds; see Workers.look.
 
-        As soon as one worker is placed, there are no warnings or errors about the others. This method only measures time,
-        because Ray does not report whether a worker is waiting for resources or for its process to start.
+        If at least one worker is placed, there is no warning or error about the others. Ray does not report whether a worker is
+        waiting for resources or for its process to start. Therefore, this method only measures how long the workers have been
+        waiting.
         """
         now = time.monotonic()
         if is_any_placed:

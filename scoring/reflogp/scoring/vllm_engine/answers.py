@@ -1,8 +1,8 @@
 """Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
 
 Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
-engine exchange requests and responses as Arrow IPC streams. This module is imported both in vLLM's environment and in the
-environment of the engine's process, so it imports neither torch nor vLLM.
+engine exchange requests and responses as Arrow IPC streams. This module is imported both by the vLLM process and by the process
+that runs the engine, which may have different environments. Therefore, it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     """A request to score a sequence.
 
     Attributes:
-        ids: token ids of the prompt and the completion, int64 (tokens,), with image ids for image tokens.
+        ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id.
         prompt_len: number of prompt tokens.
         reads_cache: whether vLLM may read its prefix cache for this sequence.
         images: the images of the prompt, or None.
@@ -161,7 +161,10 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 
 
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
-    """Return responses as a table with the schema ANSWERS. The `at` of each response must be the number of its request."""
+    """Return responses as a table with the schema ANSWERS.
+
+    The `at` of each response must be the number that its request has in `requests_body`, not an index.
+    """
     return _table(answers, ANSWERS)
 
 

@@ -43,8 +43,8 @@ class VllmProcess:
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: function that returns a context manager. The model is loaded inside the `with` block, and the context manager
-            raises FileChangedError if the model's files are not those of the reference.
+        unchanged: function that returns a context manager for loading the model. The context manager raises FileChangedError if
+            the model's files are not those of the reference.
 
     Raises:
         UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
@@ -69,7 +69,8 @@ class VllmProcess:
     def token_budget(self) -> int:
         """Maximum number of tokens in a pass.
 
-        The maximum is enough for several vLLM steps, or lower if the passes in flight would otherwise not all fit in the cache.
+        A pass of this size takes vLLM several steps. The maximum is lower if the cache would otherwise be too small for all
+        passes in flight.
         """
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
@@ -127,7 +128,7 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """Stop the process. It cannot be restarted afterwards."""
+        """Stop the process, which cannot be restarted afterwards."""
         self._is_closed = True
         self._end()
 
@@ -138,7 +139,7 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Queues for the responses to requests that were sent, by request number.
+    """For each request that has no response yet, by request number: the queue that the response will be put into.
 
     This object is shared by the thread that sends requests and the thread that reads responses.
     """

@@ -2,9 +2,10 @@
 
 A Transport connects the engine to vLLM, which runs as a local process or as a server.
 
-vLLM computes no values for positions that it finds in its prefix cache, and a request cannot tell vLLM to read only prompt
-positions from the cache. For such positions, the response contains no values or, with vLLM's older runner, the contents of
-uninitialized memory. Therefore, the engine lets a sequence read the cache only if no log-prob would be lost.
+vLLM computes no log-probs for positions that it reads from its prefix cache: for these positions, the response contains no
+values or, with vLLM's older runner, the contents of uninitialized memory. A request cannot tell vLLM to read only prompt
+positions from the cache. Therefore, the engine lets a sequence read the cache only if vLLM would still compute all log-probs of
+the completion.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def sharing_order(sequences: Several[Sequence]) -> list[int]:
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
     """Return, for each sequence, whether it may read vLLM's prefix cache without losing log-probs.
 
-    The cache must contain only tokens of these sequences. vLLM reuses whole blocks. For a sequence with P prompt tokens, a
-    cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first completion token. Because the
-    sequences are sorted, each of them has its longest common prefix with the sequence directly before or after it. A cache hit
-    is at most as long as that prefix, rounded down to whole blocks.
+    The result is valid only if the cache contains no tokens of other sequences. vLLM reuses whole blocks. For a sequence with P
+    prompt tokens, a cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first completion
+    token. Because the sequences are sorted, each of them has its longest common prefix with the sequence directly before or
+    after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -105,7 +106,10 @@ class Transport(Protocol):
 
     @property
     def block_size(self) -> int | None:
-        """Number of tokens in a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
+        """Number of tokens in a block of vLLM's cache.
+
+        None if responses show which values vLLM did not compute; every sequence may then read the cache.
+        """
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return a clause that says why vLLM cannot score a sequence with these images, or None if it can."""
@@ -113,7 +117,7 @@ class Transport(Protocol):
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests at once; yield responses as they arrive. Only requests with the same salt share a cache.
 
-        The errors below are raised only when the responses are read.
+        The errors below are raised while the caller iterates over the responses.
 
         Raises:
             VllmEndedError: vLLM exited before it had responded to all requests. It can be restarted.
@@ -147,8 +151,8 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: for a server, the result of `server.check_claim`, which compares the server's log-probs with local ones because
-            reflogp cannot read a server's weights; recorded in the provenance. Empty if vLLM runs as a local process.
+        claim: for a server, the entries of the provenance that say whether `server.check_claim` has compared the server's
+            log-probs with local ones. (reflogp cannot read a server's weights.) Empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -316,7 +320,7 @@ class VllmEngine:
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
         """Split `ordered` into passes, each with at most `token_budget` tokens and `_IMAGE_BYTES` bytes of encoded images.
 
-        A sequence that exceeds a limit by itself gets a pass of its own.
+        If a single sequence exceeds a limit, it is the only sequence in its pass.
         """
         batch: list[int] = []
         tokens = size = 0

@@ -26,7 +26,10 @@ _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library that resizes images in a transformers image processor. PIL and torchvision round differently."""
+    """Return the library that a transformers image processor uses to resize images.
+
+    The two libraries, PIL and torchvision, round differently.
+    """
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
@@ -76,7 +79,10 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images. Raise ImageRefusedError if vLLM's image tokens differ."""
+        """Return vLLM's prompt for a sequence with images.
+
+        Raise ImageRefusedError if the image tokens that vLLM generates differ from those of the sequence.
+        """
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -151,7 +157,7 @@ class ImagePrompts:
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
     """Return the position of an image's tokens in a prompt, as vLLM's PlaceholderRange.
 
-    Raise ImageRefusedError if vLLM generates different token ids for the image.
+    Raise ImageRefusedError if the token ids that vLLM generates for the image differ from those in `ids`.
 
     Args:
         ids: token ids of the sequence, as returned by `Request.model_ids`.

@@ -1,4 +1,4 @@
-"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM's values would silently differ.
+"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute different values.
 
 This module does not import vLLM.
 """
@@ -99,7 +99,7 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return the arguments for `vllm.LLM`, and the adapter if there is one, so that vLLM computes a reference's values.
+    """Return the `vllm.LLM` arguments and the adapter, if there is one, that make vLLM compute a reference's values.
 
     Args:
         model: local model folder.
@@ -188,8 +188,8 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that make vLLM's rotary embeddings match transformers'; raise EngineError if no arguments can.
 
-    vLLM chooses the frequencies of rotary embeddings once, for the longest possible sequence; transformers chooses them for
-    each pass.
+    vLLM chooses the frequencies of rotary embeddings once, for the longest sequence that it accepts, but transformers chooses
+    them for each pass. Therefore, the arguments may limit the length of sequences.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}

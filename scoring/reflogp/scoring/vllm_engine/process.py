@@ -194,8 +194,8 @@ class Scorer:
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
 
-        Each method is tried on a few sequences, so a model that vLLM cannot run fails here instead of in the first pass. Raises
-        RuntimeError if vLLM returns no values with either method.
+        Each method is tried on a few sequences, so if vLLM cannot run the model, the error is raised here instead of in the
+        first pass. Raises RuntimeError if vLLM returns no values with either method.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
@@ -223,9 +223,11 @@ class Scorer:
     def _check_images(self, prompts: ImagePrompts) -> None:
         """Check that vLLM's values depend on the image, and that they are the same with and without the cache.
 
-        The same tokens are scored after two different images, and again after the first image, which is then in the cache.
+        The same completion is scored three times: after each of two different images, and again after the first of them, which
+        is then in the cache.
 
-        Raises ImageRefusedError if the values after both images are the same, or if the values after the first image change.
+        Raises ImageRefusedError if the values are the same for both images, or if the values for the first image differ the
+        second time.
         """
         found: list[Any] = []
         try:

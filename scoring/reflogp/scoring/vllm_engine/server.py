@@ -222,7 +222,7 @@ class VllmServer:
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
-        """Send a request and return the response. Retry if there is no response, or if its status is in `later`.
+        """Send a request and return the response. Retry if there is no response, or if the response's status is in `later`.
 
         Raises EngineError if attempts fail for longer than `patience_seconds`, or if the engine is closed.
         """
@@ -277,7 +277,7 @@ _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Check that a server serves the reference, by comparing its values for a few sequences with local values.
+    """Check that a server serves the reference: compare the server's values for a few sequences with values computed locally.
 
     Return the result as entries for the provenance.
 
