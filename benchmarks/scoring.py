@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from machine import cpu_and_cores, file_name
 from pairs import Pairs
+from pausing import OwnProcesses
 from shapes import SHAPES
 from sides import (
     Ours,
@@ -62,10 +63,14 @@ def main() -> None:
         data = [tokenize(name, rows, tokenizer) for name, rows in raw.items()]
         ours = Ours(model, device)
         sides: list[Any] = [ours, *(Trl(model, tokenizer, device, batch) for batch in (8, 1, 2, 4)), Padded(model, device)]
+        processes = OwnProcesses()
         if Vllm.there():
-            server = running.enter_context(vllm_serve(str(model), free_port(), "--dtype", "bfloat16"))
-            sides += [Vllm(model), OursWithVllm(model), OursWithServer(model, server.url)]
-        results = [measure(pairs, sides, ours, options, device) for pairs in data]
+            running.callback(processes.resume)
+            serve = vllm_serve(str(model), free_port(), "--dtype", "bfloat16")
+            sides.append(processes.start(lambda: Vllm(model)))
+            sides.append(processes.start(lambda: OursWithVllm(model)))
+            sides.append(processes.start(lambda: OursWithServer(model, running.enter_context(serve).url)))
+        results = [measure(pairs, sides, ours, processes, options, device) for pairs in data]
     about = {
         "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, bfloat16, vocabulary 32000",
         "machine": cpu_and_cores() if device == "cpu" else torch.cuda.get_device_name(),
@@ -78,7 +83,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="*", default=[], metavar="FILE:ROWS", help="preference pairs as JSON lines")
+    parser.add_argument("--data", nargs="*", default=[], metavar="FILE:ROWS", help="preference pairs as JSON Lines")
     parser.add_argument("--shape", choices=SHAPES, default="0.1B")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trl-rows", type=int, default=12, help="number of evenly spaced rows that the slow sides score")
@@ -94,7 +99,9 @@ def default_data() -> list[tuple[Path, int]]:
     return wider or [(SHIPPED, 300)]
 
 
-def measure(pairs: Pairs, sides: list[Any], ours: Ours, options: argparse.Namespace, device: str) -> dict[str, Any]:
+def measure(
+    pairs: Pairs, sides: list[Any], ours: Ours, processes: OwnProcesses, options: argparse.Namespace, device: str
+) -> dict[str, Any]:
     sample = pairs.spread(options.trl_rows)
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     peaks, utilization, gains = [], [], []
@@ -104,7 +111,8 @@ def measure(pairs: Pairs, sides: list[Any], ours: Ours, options: argparse.Namesp
             if round_ == 0 and side is ours:
                 side.seconds(sample)  # shapes that torch.compile has not seen
             before = ours.engine.operations()
-            seconds = side.seconds(of_side)
+            with processes.running(side):
+                seconds = side.seconds(of_side)
             rates[side.name].append(of_side.tokens / seconds)
             if side is ours:
                 matmul_flops_per_second.cache_clear()
