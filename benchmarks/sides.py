@@ -29,7 +29,7 @@ from reflogp.store import describe_reference
 
 
 def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` rows of a JSON lines file, gzipped or not."""
+    """Return the first `count` rows of a JSON Lines file, gzipped or not."""
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     return [json.loads(line) for line in text.splitlines()[:count]]
 

@@ -78,7 +78,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=str(SHIPPED), help="preference pairs as JSON lines")
+    parser.add_argument("--data", default=str(SHIPPED), help="preference pairs as JSON Lines")
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--shape", choices=SHAPES, default="20M")
     parser.add_argument("--rounds", type=int, default=3)

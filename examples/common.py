@@ -90,7 +90,7 @@ def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> arg
         "--data",
         type=Path,
         default=PAIRS,
-        help="preference pairs as JSON lines with prompt, chosen and rejected; default: the example data",
+        help="preference pairs as JSON Lines with prompt, chosen and rejected; default: the example data",
     )
     for name, settings in more.items():
         parser.add_argument("--" + name.replace("_", "-"), **settings)

@@ -34,7 +34,7 @@ _TEMPLATE = (
 
 
 def draw_pairs(file: Path, count: int) -> None:
-    """Write pairs as JSON lines, and a PNG image for each pair to the folder `images` next to the file.
+    """Write pairs as JSON Lines, and a PNG image for each pair to the folder `images` next to the file.
 
     Args:
         file: the file to write. Each line has prompt, chosen and rejected (messages), and images (a list with one path

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument(
         "--data",
         type=Path,
-        help="JSON lines with prompt, chosen, rejected and images (paths relative to the file); all lines are used; "
+        help="JSON Lines with prompt, chosen, rejected and images (paths relative to the file); all lines are used; "
         "default: OUT/images.jsonl, with --rows pairs that the example draws",
     )
     options = parsed(parser)

@@ -83,7 +83,7 @@ def reference_folder(tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def pairs_file(tmp_path, pair_rows) -> Path:
-    """The first 40 pairs as JSON lines."""
+    """The first 40 pairs as JSON Lines."""
     return write_rows(tmp_path / "pairs.jsonl", pair_rows[:40])
 
 

@@ -33,6 +33,6 @@ def pair(content="What is 2+2?", **more) -> dict:
 
 
 def write_raw(file, rows: list) -> object:
-    """JSON lines as a client might send them: escapes instead of characters, NaN, halves of surrogate pairs, or raw text."""
+    """JSON Lines as a client might send them: escapes instead of characters, NaN, halves of surrogate pairs, or raw text."""
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return file

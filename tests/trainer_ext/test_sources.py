@@ -263,7 +263,7 @@ def test_join_for_a_loop_of_ones_own(cached_trainer, source, store, reference_fo
 def test_sources_that_contradict_themselves(store, reference_folder):
     for arguments, words in (
         ({"on_miss": "score", "model": str(reference_folder), "dtype": "float32"}, "needs a running service"),
-        ({"on_miss": "guess", "model": str(reference_folder), "dtype": "float32"}, "use error, score or compute"),
+        ({"on_miss": "guess", "model": str(reference_folder), "dtype": "float32"}, "use 'error', 'score' or 'compute'"),
         ({"reference": "sft"}, "the name of a model in a service"),
         ({}, "needs model="),
     ):

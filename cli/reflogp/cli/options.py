@@ -19,8 +19,9 @@ Model = Annotated[str, typer.Argument(help="Reference model: a folder with confi
 Data = Annotated[
     str,
     typer.Argument(
-        help="Dataset: a JSON lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files, a folder written "
-        "by datasets.save_to_disk, a hub name, or a single file on the Hub: hf://datasets/ORGANISATION/NAME/FILE."
+        help="Dataset: a JSON Lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files, a folder written "
+        "by datasets.save_to_disk, the name of a dataset on the Hub, or one file on the Hub: "
+        "hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
 Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]

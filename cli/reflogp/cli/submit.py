@@ -25,10 +25,10 @@ def submit(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet or Arrow; may be .gz); a hub name "
-            "(ORGANISATION/NAME) or a URI, which the service fetches if its settings allow it (https://, s3://, "
-            "hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); or, with --on-service, a path on the "
-            "service's machine.",
+            help="Dataset: a local file, which is uploaded (JSON Lines, JSON, CSV, Parquet or Arrow; may be .gz); the name of "
+            "a dataset on the Hub (ORGANISATION/NAME) or a URI, which the service fetches if its settings allow it (https://, "
+            "s3://, hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); or, with --on-service, a path on "
+            "the service's machine.",
             metavar="DATA",
         ),
     ],

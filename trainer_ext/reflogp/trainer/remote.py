@@ -70,8 +70,8 @@ class Traffic:
 class RemoteReference(ReferenceDuringTraining):
     """An object that takes the place of a reference model, and requests log-probs from the service that runs the model.
 
-    A RemoteReference cannot be called like a model, because only one log-prob per token is needed, but a model returns logits
-    for the whole vocabulary. Call `per_token_logps` to get the log-probs.
+    A RemoteReference cannot be called like a model: a model returns logits for the whole vocabulary, but the service returns
+    only one log-prob per token. Call `per_token_logps` to get the log-probs.
 
     Args:
         source: a running service and the reference model's name, path or id.

@@ -85,7 +85,7 @@ class ReferenceSource:
         self.is_service = self.location.startswith(("http://", "https://"))
         self.is_file = not self.is_service and self.location.endswith(".parquet")
         if on_miss not in get_args(OnMiss):
-            raise UsageError(f"on_miss={on_miss!r}: use error, score or compute")
+            raise UsageError(f"on_miss={on_miss!r} is not allowed: use 'error', 'score' or 'compute'")
         if on_miss == "score" and not self.is_service:
             raise UsageError(
                 f"on_miss='score' needs a running service, but {self.location} is not a service: pass an http:// address"

@@ -1,4 +1,4 @@
-"""Write preference pairs and their reference scores as JSON lines, so that fairseq2 can train without a reference model.
+"""Write preference pairs and their reference scores as JSON Lines, so that fairseq2 can train without a reference model.
 
 The config of such a training run sets `reference_model: null`.
 
@@ -31,7 +31,7 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
     """
     if file.suffix != ".jsonl":
-        raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")
+        raise UsageError(f"the output {file} would be JSON Lines; give it a name that ends in .jsonl, as fairseq2 expects")
     lacking = [name for name in _FIELDS if name not in pairs.own_columns]
     if lacking:
         kept = (

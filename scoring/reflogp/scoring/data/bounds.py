@@ -115,7 +115,7 @@ def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray
     while chunk := reader.read(_CHUNK):
         text += chunk
         if len(text) > meter.bounds.group_bytes:
-            raise DatasetError(f"{file} is a JSON array of more than {meter.bounds.group_bytes:,} bytes; use JSON lines")
+            raise DatasetError(f"{file} is a JSON array of more than {meter.bounds.group_bytes:,} bytes; use JSON Lines")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from datasets saved by `datasets`, or from the HF Hub.
+"""Read rows from JSON Lines, JSON, CSV, Parquet or Arrow files, from datasets saved by `datasets`, or from the HF Hub.
 
 A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
 `bounds` implements the limits on memory and decoded bytes.
@@ -456,7 +456,7 @@ def _surrogate_problem(value: Any) -> str | None:
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON lines."""
+    """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON Lines."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))

@@ -110,7 +110,7 @@ def check_folder(folder: Path) -> None:
 
 
 def forget_other_charts(folder: Path, written: list[str]) -> None:
-    """Delete the charts of an earlier report that the new report did not replace."""
+    """Delete those charts of an earlier report that the new report did not overwrite."""
     for name in set(PNG_NAMES) - set(written):
         (folder / name).unlink(missing_ok=True)
 
