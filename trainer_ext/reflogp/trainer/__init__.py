@@ -1,7 +1,7 @@
 """Supply trainers with stored reference log-probs, so that no training GPU has to hold a reference model.
 
-This package requires datasets, accelerate and transformers. Only TRL's trainers require trl; the trainers for OpenRLHF and
-other frameworks do not. This package never imports a scoring engine or a server.
+This package requires datasets, accelerate and transformers. trl is required only for TRL's trainers, and not for OpenRLHF or
+other frameworks. This package never imports a scoring engine or a server.
 """
 
 import importlib

@@ -2,8 +2,8 @@
 
 TRL calls its hook `_precompute_ref_logps` with the dataset after tokenizing and filtering it. The mixin overrides the hook to
 add the reference columns. The loss reads these columns, and TRL does not remove them with the unused columns. For trainers
-without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. All other training code is
-TRL's.
+without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. The rest of TRL's
+training code runs unchanged.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class CachedReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Implement TRL's hook: return the given tokenized and filtered dataset with reference columns added."""
+        """Override TRL's hook: return the given dataset, which TRL has tokenized and filtered, with reference columns added."""
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
@@ -189,8 +189,8 @@ class CachedReferenceMixin(_AnyTrainer):
     def _join(self, dataset: Any, name: str) -> Any:
         """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        If rows have no values, the dataset is returned unchanged, and the error about these rows is raised only after all
-        datasets have been looked up.
+        If rows have no values, the dataset is returned unchanged. The error is raised only after all datasets have been looked
+        up, so that it can name the missing rows of every dataset.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
         settings = self._reference_settings()
@@ -296,8 +296,8 @@ class CachedReferenceMixin(_AnyTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Join the given dataset with its stored values, then evaluate on it as TRL does.
 
-        Versions of TRL before 1.7 do not tokenize a dataset that is passed to `evaluate`, so this method prepares it before the
-        join.
+        Versions of TRL before 1.7 do not tokenize a dataset that is passed to `evaluate`, so this method tokenizes the dataset
+        before the join.
         """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)
         self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()

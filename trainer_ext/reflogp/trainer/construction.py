@@ -63,13 +63,14 @@ def refuse_reference_model(trainer: str, ref_model: Any) -> None:
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
     """Within the block, prevent TRL from creating a reference model and from hashing the policy's weights.
 
-    To name its cache file, TRL 1.15 and newer hash the policy's weights (`hash_module`). Under FSDP, they also load a reference
-    model, even if they precompute log-probs. TRL 1.1 and older always create a reference model, with `create_model_from_path`
-    or `create_reference_model`. Within the block, these functions are replaced in all modules that `trl_modules` returns.
+    TRL 1.15 and newer hash the policy's weights (`hash_module`) to name a cache file for precomputed log-probs. Under FSDP,
+    they also load a reference model, even if they precompute log-probs. TRL 1.1 and older always create a reference model,
+    with `create_model_from_path` or `create_reference_model`. Within the block, these functions are replaced in all modules
+    that `trl_modules` returns.
 
     Args:
         trainer_class: the class of the trainer.
-        policy_is_path: whether the policy is given as a path. If True, the first model that TRL creates is the policy.
+        policy_is_path: whether the policy is given as a path. If True, TRL may create one model within the block: the policy.
     """
     policies_left = 1 if policy_is_path else 0
 

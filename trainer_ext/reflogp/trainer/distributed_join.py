@@ -35,7 +35,7 @@ class Found:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
         asked: the keys that were looked up for the dataset's rows, and the lengths of the rows' completions.
-        columns: the values in nats of each reference column, float32 of shape (n,), by column name; NaN for the rows in
+        columns: the reference columns, by name. Each contains values in nats, float32 of shape (n,), and NaN for the rows in
             `misses`.
         misses: rows without values, or None if every row has values.
         scored: number of rows that the service was asked to score during this join.
@@ -50,7 +50,8 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """The result if the store does not exist or has no values for the reference, so that every row is missing.
+    """The result of `agree_on_snapshot` if the store does not exist or has no values for the reference. Every row is then
+    missing.
 
     Attributes:
         error: the error that was raised when the store was opened.
@@ -77,7 +78,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 
 
 def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
-    """Return the reference and snapshot that the first process sees.
+    """Open the source on the first process, and pass its reference and snapshot to all processes.
 
     All processes read this snapshot, even if newer snapshots are committed in the meantime.
     """
@@ -124,13 +125,13 @@ def raise_missing(
         where: the snapshot in which the values were looked up, or NothingScored if there is none.
         settings: the trainer's settings that the sums depend on.
         output_dir: folder in which to write a file with the missing rows' token ids.
-        dtype: dtype in which to score if nothing has been scored yet, or None for the source's dtype.
+        dtype: dtype for the command in the error if nothing has been scored yet. If None, the command uses the source's dtype.
 
     Raises:
         MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
             instead.
-        RankFailedError: another process raised one of these errors. Only the first process on each node raises the other
-            errors.
+        RankFailedError: another process raised one of these errors. The errors above are raised only on the first process of
+            each node.
     """
 
     def tell() -> None:

@@ -59,7 +59,7 @@ class Misses:
         has_kl: whether the dataset has sequences for KTO's KL term.
         own_found: whether at least one row of the dataset has values for its own completion (rather than for the completion of
             its KL pair).
-        tokens: the rows' token ids, if this process looked up the rows.
+        tokens: token ids of the missing rows, or None on processes that did not look up the rows.
         why: reason why on_miss="compute" could not compute the values, or an empty string.
         has_images: whether the rows contain images.
     """
@@ -130,8 +130,8 @@ def join_reference_logps(
         dataset: tokenized rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
             (IterableDataset) is joined as it is read.
         source: where the values are stored.
-        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL would precompute with this
-            config.
+        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL would precompute with the
+            same `max_length`, `truncation_mode` and `ld_alpha`.
         truncation_mode: `truncation_mode` of the trainer's config.
         ld_alpha: `ld_alpha` of the trainer's config.
 
@@ -267,8 +267,8 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 def with_columns(
     dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Add reference columns to a dataset, in place of any that it already has. Return the dataset and the names of the replaced
-    columns.
+    """Add reference columns to a dataset, and replace existing columns with the same names. Return the new dataset and the
+    names of the replaced columns.
 
     Args:
         columns: the values in nats of each reference column, float32 of shape (n,), by column name.
@@ -298,8 +298,8 @@ def join_stream(
     """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the opened values. They must be opened in advance, because Delta's library cannot open them in the forked worker
-            processes of a data loader.
+        values: the values to join, as returned by `ReferenceSource.open`. They must be opened in advance, because Delta's
+            library cannot open them in the forked worker processes of a data loader.
         trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for error messages.
     """

@@ -1,6 +1,6 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-TRL versions are recognized by the columns and functions that exist, never by version number.
+This module never checks TRL's version number; it recognizes a version by its column names and methods.
 
     DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
     DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
@@ -45,7 +45,7 @@ class Layout:
         columns: names of the columns that contain token ids.
         canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
             chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        names: the trainer's names of reference columns, by reflogp's names; only names that differ are listed.
+        names: dict from reflogp's name of a reference column to the trainer's name, for columns whose two names differ.
         cut: whether the rows are already truncated.
     """
 
@@ -115,7 +115,7 @@ def load_columns(file: Path) -> Columns:
 
 
 def save_table(table: pa.Table) -> Path:
-    """Write a table to the cache folder and return the file's path, as `save_columns` does."""
+    """Write a table to a file in the cache folder, named as in `save_columns`, and return the file's path."""
     content = stream_buffer(table)
     folder = cache_dir() / "joined"
     file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"

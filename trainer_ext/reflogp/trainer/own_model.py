@@ -46,7 +46,7 @@ def no_own_reference(trainer: Any) -> str:
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a batch's reference log-probs, which TRL's method computes with the policy while any adapter is turned off.
+    """Compute a batch's reference log-probs by running TRL's method on the policy, with any adapter turned off.
 
     Args:
         trainer: a trainer for which `computes_references` returns True.
@@ -118,8 +118,8 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Return the reason why the weights of a trainer's model may differ from those in the reference's files, or an empty string
-    if no difference was found. Only the first rows of each weight tensor are compared."""
+    """Compare the weights of a trainer's model with the reference's weight files. Return the reason why they may differ, or an
+    empty string if no difference was found. Only the first rows of each weight tensor are compared."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="

@@ -94,7 +94,7 @@ class Wanted:
     """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: position of the first completion token in the batch, as row and column.
+        row, start: row and column of the first completion token in the batch.
         prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
         attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
     """
@@ -107,7 +107,8 @@ class Wanted:
 
 
 def has_absolute_positions(model: torch.nn.Module) -> bool:
-    """Return True if a model looks up absolute positions in a table, so that left padding changes a token's position.
+    """Return True if a model has an embedding table for absolute positions, so that left padding changes a token's position
+    embedding.
 
     The model must be unwrapped (no DataParallel, no FSDP), because this function reads its config and embeddings.
     """

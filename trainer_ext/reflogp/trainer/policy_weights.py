@@ -40,7 +40,7 @@ class Fingerprint:
 
 
 def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerprint:
-    """Hash a model's parameters on their device, which takes 1.3 ns per parameter on one CPU core.
+    """Hash a model's parameters on their device. On one CPU core, hashing takes 1.3 ns per parameter.
 
     If weights are sharded across processes (FSDP, ZeRO-3), each process hashes its own shard.
 
@@ -84,8 +84,8 @@ class PolicyWeights(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights again, because `train` may have changed their layout.
 
-        `train` may have sharded, cast or broadcast the weights. Weights that were unchanged before `train` still count as
-        unchanged.
+        `train` may have sharded, cast or broadcast the weights. If they were unchanged when `train` was called, their new
+        layout also counts as unchanged.
         """
         if self._carries:
             self._known.append(self._now())

@@ -29,7 +29,8 @@ class Rank:
     Attributes:
         rank: number of the process in the run, starting at 0.
         count: number of processes.
-        local_rank: number of the process on its node, starting at 0. Process 0 on each node looks up values for the node.
+        local_rank: number of the process on its node, starting at 0. The process with local_rank 0 looks up values for all
+            processes on its node.
     """
 
     rank: int

@@ -47,11 +47,11 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass
 class Traffic:
-    """The number of batches, sequences and tokens requested from the service, and the time that the requests took.
+    """The number of batches, sequences and tokens for which log-probs were requested, and the time that the requests took.
 
     Attributes:
         batches: number of batches requested.
-        sequences, tokens: number of sequences and number of tokens in all requests.
+        sequences, tokens: total number of sequences and total number of tokens that were sent to the service.
         seconds: time from sending a batch's requests to receiving the batch's values, summed over all batches.
         waited_seconds: the part of `seconds` during which the trainer waited.
     """
@@ -304,7 +304,7 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """Return the service's values; raise an error if the service cannot compute new values for the reference."""
+    """Connect to a service, and return its values. Raise an error if the service cannot score sequences with the reference."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

@@ -38,14 +38,14 @@ class ReferenceSource:
             wrote (….parquet).
         model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
             are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which the reference was scored, spelled as in `reflogp score --dtype`. The reference id depends on it.
-            "auto" selects the dtype of `reference_id` if an id is given, and otherwise the only dtype in which the location
-            offers values of the model. If the location offers none, "auto" selects the dtype in which the run computes. If it
-            offers values in several dtypes, "auto" selects the run's dtype, which must be one of them. CachedDPOTrainer,
-            CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift determine the run's dtype from the policy
-            and its mixed precision. All other code that uses a source assumes bfloat16.
+        dtype: dtype in which the reference was scored, spelled as in `reflogp score --dtype`. The reference id depends on the
+            dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the dtype in which
+            the location has values of the model, if there is only one. If there are several, it selects the dtype in which the
+            run computes, which must be one of them. If the location has no values of the model, "auto" also selects the run's
+            dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift determine the
+            run's dtype from the policy and its mixed precision. All other code that uses a source assumes bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
-        snapshot: number of a snapshot, or None for the latest snapshot when the join begins.
+        snapshot: number of a snapshot, or None for the snapshot that is the latest when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
             command that scores the rows. With "score", the service scores the rows and stores their values before training
             begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If the model has
@@ -215,7 +215,8 @@ class ReferenceSource:
 
 
 def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:
-    """Describe a model as a reference. If `dtype` is "auto", use the dtype of `reference_id`, or bfloat16 if no id is given."""
+    """Return the Reference for a model that scores in `dtype`. If `dtype` is "auto", use the dtype of `reference_id`, or
+    bfloat16 if no id is given."""
     if dtype == AUTO and reference_id is not None:
         possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)

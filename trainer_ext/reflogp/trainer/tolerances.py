@@ -26,7 +26,7 @@ def tolerance(dtype: str, is_moe: bool) -> float:
 
 
 def coarser(first: str, second: str) -> str:
-    """Return the dtype with the larger tolerance."""
+    """Return the one of two dtypes that has the larger tolerance."""
     return max(first, second, key=_allowed)
 
 
@@ -40,9 +40,9 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and
-        "bfloat16" if the weights are bfloat16 during the forward pass. This is so for a bfloat16 policy (with or without
-        autocast), for DeepSpeed with bf16, and for FSDP with FSDP's mixed precision. The names for float16 are analogous.
-        Without mixed precision, the result is the dtype of the weights.
+        "bfloat16" if the weights are bfloat16 during the forward pass. The weights are bfloat16 in a bfloat16 policy (with or
+        without autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for float16 are
+        analogous. Without mixed precision, the result is the dtype of the weights.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:
@@ -70,7 +70,7 @@ def explained(dtype: str) -> str:
 
 
 def how_to_compute_in(dtype: str) -> str:
-    """Return advice on how to make a policy compute in `dtype`, phrased so that it fits into a sentence."""
+    """Return advice on how to make a policy compute in `dtype`, as an imperative clause to insert into a sentence."""
     products = autocast_dtype(dtype)
     if products is not None:
         return f'load the policy with dtype="float32" and set {"fp16" if products == "float16" else "bf16"}=True'

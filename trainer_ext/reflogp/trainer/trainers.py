@@ -46,7 +46,8 @@ class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
 
 
 def _kto_trainer() -> Any:
-    """Return the class that defines the hook (KTOTrainer or one of its parents), or None if there is no such class.
+    """Return the class that defines TRL's hook `_precompute_ref_logps` (KTOTrainer or one of its parents), or None if there is
+    no such class.
 
     In TRL 1.8 and newer, `trl.KTOTrainer` itself defines the hook. In TRL 1.2 to 1.7, one of its parents does, and
     `trl.KTOTrainer` only adds a warning that TRL will move the trainer.
@@ -64,7 +65,7 @@ class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
     Raises:
-        ImportError: TRL's KTOTrainer lacks the hook, as in TRL before 1.2.
+        ImportError: TRL's KTOTrainer does not have the hook `_precompute_ref_logps`, as in TRL before 1.2.
 
     Examples:
         >>> from datasets import load_dataset

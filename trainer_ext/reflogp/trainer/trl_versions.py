@@ -54,7 +54,8 @@ def trl_modules(trainer_class: type) -> list[ModuleType]:
 
 
 def refuse_late_unsloth(trainer_class: type) -> None:
-    """Raise ImportError if unsloth was imported after a trainer class was derived from TRL's class."""
+    """Raise ImportError if unsloth was imported only after a trainer class was derived from TRL's class. The trainer class
+    would then lack unsloth's changes."""
     for parent in trainer_class.__mro__:
         if parent.__module__.startswith("trl."):
             now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
@@ -66,7 +67,7 @@ def refuse_late_unsloth(trainer_class: type) -> None:
 
 
 def require_hook(trainer_class: type) -> None:
-    """Raise ImportError if TRL is new enough to have the hook, but the trainer lacks it.
+    """Raise ImportError if TRL is new enough to have the hook `_precompute_ref_logps`, but the trainer lacks this method.
 
     Without this check, the trainer would be handled as if TRL were an older version, with different columns and losses.
     """

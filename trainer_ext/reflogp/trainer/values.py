@@ -64,7 +64,7 @@ class Values(Protocol):
     where: Where
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        """Look up the log-probs that a dataset's rows need."""
+        """Look up the keys of a dataset's rows, and return the sums for these rows."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         """Return the log-probs of each key's completion tokens (list<float32>), or null for a key whose values are missing or
@@ -244,8 +244,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. If only a completion's first tokens must be summed, the values of its
-    tokens are requested too."""
+    """The sums that a service found for the given keys. For a completion of which only the first tokens are summed, the
+    log-probs of its tokens are also requested."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -323,8 +323,8 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each row's sums by the keys of both completions, because with ld_alpha, each sum also depends on the other
-        completion."""
+        """Look up each row's two sums by the keys of both completions. With ld_alpha, the sum of one completion also depends
+        on the other completion."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -332,8 +332,8 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each sum by the key of its sequence rather than by row, because a KTO run pairs prompts with other rows'
-        completions."""
+        """Look up each sum by the key of its sequence. Rows cannot identify the sums, because a KTO run pairs prompts with the
+        completions of other rows."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())

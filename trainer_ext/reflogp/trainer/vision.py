@@ -4,9 +4,9 @@ Stored log-probs are looked up by token ids alone, so a row with unsupported med
 prevent this, datasets are checked before a trainer prepares them.
 
 TRL tokenizes pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
-tokens from which a row's keys are computed. To save time, the collator gets blank images of the same sizes for this purpose,
-instead of the row's images. Afterwards, image ids replace the image tokens (reflogp.store.images). Because the collator drops
-the reference columns, reflogp adds these columns to the collator's output.
+tokens from which a row's keys are computed. For the keys, the collator gets blank images of the same sizes instead of the
+row's images, which saves time. Image ids then replace the image tokens in its output (reflogp.store.images). Because the
+collator drops the reference columns, reflogp adds these columns to the collator's output.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_
 
 
 def has_images(dataset: Any) -> bool:
-    """Return True if a dataset has columns whose names make TRL read its rows as pairs with images."""
+    """Return True if a dataset has a column named like TRL's image columns. TRL reads the rows of such a dataset as pairs with
+    images."""
     names = getattr(dataset, "column_names", None) or ()
     if isinstance(dataset, IterableDataset) and not names:
         names = list(next(iter(dataset), {}))
@@ -97,8 +98,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
             a stream is checked, and only if `raw` is True. Objects of other types are not checked.
         name: the dataset's name in error messages (train, eval, …).
-        raw: whether TRL has yet to prepare the dataset. If True, columns with the names of image columns are rejected even if
-            they contain no images.
+        raw: True if TRL has not prepared the dataset yet. In that case, columns with the names of image columns are rejected
+            even if they contain no images.
         images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, are
             rejected.
     """

@@ -1,4 +1,5 @@
-"""Audit a training run: check that its reference log-probs are present, correct and used, and that it follows its settings."""
+"""Audit a training run: check that its reference log-probs are present, correct and used, and that the run follows the
+trainer's settings."""
 
 from reflogp.trainer.audit.callback import ReferenceAudit, watching
 from reflogp.trainer.audit.step_zero import StepZero

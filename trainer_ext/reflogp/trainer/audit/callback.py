@@ -41,10 +41,10 @@ _SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
-    """A callback that checks that a training run's reference log-probs are correct, and that the run follows its settings.
+    """A callback that checks a training run's reference log-probs, and checks that the run follows the trainer's settings.
 
-    The audit stops a run only if its reference values are wrong or do not reach the loss, or if a reference model still runs.
-    Any other problem is logged as a warning and written to the report, and the run continues.
+    The audit stops a run only if the reference values are wrong or do not reach the loss, or if a reference model runs. Any
+    other problem is logged as a warning and written to the report, and the run continues.
 
     - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
       values.
@@ -57,8 +57,9 @@ class ReferenceAudit(TrainerCallback):
       log-probs by more than rounding. If the policy's log-probs are NaN or infinite, the audit reports this but does not stop
       the run.
 
-    - `metrics` stops the run if the logged rewards and log-probs contradict the joined columns. Logged metrics that are not
-      means over all processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
+    - `metrics` stops the run if the logged rewards and log-probs imply a mean reference log-prob that is not the mean of the
+      joined columns. Logged metrics that are not means over all processes, and policy log-probs that become NaN or infinite,
+      are reported but do not stop the run.
 
     - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
       does not take exactly one step. It also reports logs, evaluations and saves that are missing although the settings require
@@ -77,8 +78,8 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. A reference that was scored in a different dtype than the policy's is then
-            rejected.
+            on the dtypes and the type of model. In that case, the run is also stopped if the reference was scored in a
+            different dtype than the policy's.
         spot_rows: number of rows to score in the spot check.
 
     Attributes:
@@ -410,8 +411,8 @@ class ReferenceAudit(TrainerCallback):
     def _logs_reference_means(self) -> bool:
         """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
 
-        For DPO with a single loss of any type, the logged rewards equal beta times (log-prob minus reference log-prob). For
-        KTO, the mean cannot be computed, because KTO averages its logged rewards over only some of the rows.
+        For DPO with a single loss (of whatever type), the logged rewards equal beta times (log-prob minus reference log-prob).
+        For KTO, the mean cannot be computed, because KTO averages its logged rewards over only some of the rows.
         """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
@@ -429,9 +430,9 @@ class ReferenceAudit(TrainerCallback):
     # Stop the run or warn because of findings, and write the report.
 
     def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
-        """Stop the run because reference values are wrong, missing or recomputed.
+        """Record problems with reference values (wrong, missing or recomputed), and stop the run.
 
-        If on_finding is "warn", report the problems instead.
+        If on_finding is "warn", log a warning instead of stopping the run.
         """
         if not problems or check not in self.checks:
             return

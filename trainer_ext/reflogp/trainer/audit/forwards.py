@@ -1,6 +1,7 @@
 """Count the forward passes in training steps, for the policy and for any other language model.
 
-Hooks are registered only on models, not on all modules, so that they neither slow down a step nor change compiled graphs.
+Hooks are registered only on whole models, not on every module in them, so that steps are not slowed down and compiled graphs
+do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ForwardCount:
 
     Attributes:
         policy: number of forward passes of the policy's decoder.
-        policy_without_grad: number of the policy's passes that ran without gradients, as a reference model's would.
+        policy_without_grad: number of the policy's passes that ran without gradients, as the passes of a reference model do.
         others: number of forward passes of each language model that is neither the policy nor an allowed model, by class name
             and size.
     """
@@ -87,7 +88,7 @@ class ForwardCount:
 def _is_language_model(entry: Any) -> bool:
     """Return True if an object is a language model.
 
-    This function uses issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy
-    object.
+    This function uses issubclass instead of isinstance. isinstance reads `__class__`, and a proxy or lazy object may then load
+    the module that it stands for.
     """
     return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())

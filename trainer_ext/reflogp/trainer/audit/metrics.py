@@ -87,7 +87,7 @@ class GlobalMeans:
     def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
         """Compare the mean reference log-prob that the log implies with the joined columns' mean over all processes.
 
-        The mean implied by the log is the log-prob minus reward / beta.
+        The implied mean is the logged log-prob minus (logged reward / beta).
         """
         count = len(self._references)
         seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
@@ -145,8 +145,8 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
 
 
 def begin_report(output_dir: str, process: int) -> None:
-    """Write the verdict "unfinished" when a run begins, so that an earlier run's verdict in the same folder is not mistaken for
-    the new run's.
+    """Write a report with the verdict "unfinished" when a run begins, so that the report of an earlier run in the same folder
+    is not mistaken for the new run's.
 
     Args:
         output_dir: the run's output folder.

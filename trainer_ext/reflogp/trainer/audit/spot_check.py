@@ -1,7 +1,7 @@
 """Score some random rows again, and compare the results with the stored values.
 
-The rows are scored by a service that has the model, by the policy with its adapter off, or by the policy before training. The
-step-0 gate checks only the first batch; the spot check covers rows from the whole dataset.
+The rows are scored by a service that serves the reference model, by the policy with its adapter off, or by the policy before
+training. The step-0 gate checks only the first batch; the spot check covers rows from the whole dataset.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SpotCheck:
     Attributes:
         by: what scored the rows ("service" or "policy"), or the reason why the rows could not be scored again.
         rows: indices of the checked rows in the training dataset.
-        seen: the result of `step_zero.differences` for each group of sequences that this process scored: how far the new sums
-            are from the joined sums.
+        seen: for each group of sequences that this process scored, the differences between the new sums and the joined sums,
+            as returned by `step_zero.differences`.
     """
 
     by: str

@@ -43,7 +43,8 @@ class StepZero:
         tolerance: the allowed difference, in nats/√tokens.
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
-        advice: how to get values in the policy's dtype, if the two dtypes differ.
+        advice: advice on how to get reference values in the policy's dtype, for the error that is raised if the two dtypes
+            differ.
         not_finite: number of sequences that were not compared because the policy's log-probs are NaN or infinite, although the
             reference's are finite.
     """
@@ -95,8 +96,8 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error names the check
-        `check`."""
+        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error reports `check` as
+        the check that failed."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
@@ -142,11 +143,12 @@ def compared(
 
     Args:
         parts: the result of `differences` for each batch.
-        allowed: maximum of |policy - reference| / sqrt(tokens), in nats. If None, the maximum depends on the dtypes and the
-            type of model.
+        allowed: largest |policy - reference| / sqrt(tokens) that is accepted, in nats. If None, the limit depends on the
+            dtypes and the type of model.
         reference_dtype: dtype in which the reference was scored.
         policy: the unwrapped model.
-        accelerator: the trainer's accelerator, which may run the policy in mixed precision, or None.
+        accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's
+            dtype is the dtype of its weights.
         advice_for_dtype: function that returns advice on how to get the reference's values in a given dtype, or None for
             general advice.
     """

@@ -2,8 +2,8 @@
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
 axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function
-that, in runs with the plugin, loads no model. The plugin chooses the trainer class. All other code is axolotl's, including its
-command and launchers.
+that, in runs with the plugin, loads no model. The plugin also sets the trainer class. The rest of axolotl, including its
+command and launchers, runs unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load the reference model with axolotl's function, unless the run uses the plugin."""
+    """Load no reference model if the run uses the plugin; otherwise, load it with axolotl's function."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
@@ -80,7 +80,8 @@ class StoredReferencePlugin(BasePlugin):
 
 
 def _prepare(cfg: Any) -> None:
-    """Check the settings and choose the trainer. Raises UsageError if a setting is not supported with stored values."""
+    """Check the settings, and set `trainer_cls` if it is not set. Raises UsageError if a setting is not supported with stored
+    values."""
     warn_if_untested("axolotl", _TESTED)
     _require_supported(cfg, settings_of(cfg))
     trainer = _TRAINERS[cfg.rl]

@@ -27,15 +27,15 @@ _AnyTrainer: Any = object
 
 @dataclass(frozen=True)
 class StoredReference:
-    """reflogp's settings for one run on stored values. They are separate from the framework's settings.
+    """reflogp's settings for one training run that uses stored values. The framework's own settings are not included.
 
     Attributes:
         source: where the values are stored.
         run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose a tolerance
-            by dtype.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance
+            depends on the dtypes and the type of model.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 
@@ -105,7 +105,7 @@ class BatchReferenceMixin(_AnyTrainer):
     @contextmanager
     def policy_as_reference(self, model: Any) -> Iterator[None]:
         """Within the block, replace the reference model with the policy, and turn off dropout and gradients, so that the
-        framework computes the policy's log-probs with the code for the reference."""
+        framework's code for the reference model computes the policy's log-probs."""
         stored, was_training = self.ref_model, model.training
         self.ref_model = model
         model.eval()

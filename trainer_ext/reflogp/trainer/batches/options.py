@@ -28,7 +28,7 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
-    If there are no such options, take them from the command that started this process (see `give_to_processes`).
+    If the command has no such options, use the options of the command that started this process (see `give_to_processes`).
 
     Args:
         command: name of the command, for its help text.
@@ -97,7 +97,8 @@ def read_options(
 def warn_if_untested(package: str, tested: str) -> None:
     """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
-    The run continues, but the step-0 gate will stop it if the policy's log-probs differ from the reference's.
+    The run continues. If the framework's behaviour has changed, the policy's log-probs may differ from the reference's; the
+    step-0 gate then stops the run.
 
     Args:
         package: name of the framework's package.
@@ -160,8 +161,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return a run's settings for stored values. If the options set no dtype, and the store or service has the model in only
-    one dtype, that dtype is used. Otherwise, the policy's dtype is used.
+    """Return a run's settings for stored values. If the options set no dtype, the dtype is chosen when the run starts: the
+    dtype in which the store or service has values of the model, if there is only one; otherwise the policy's dtype.
 
     Args:
         options, model: see `source_of`.

@@ -1,6 +1,7 @@
 """Supply stored values for a framework's padded batches, through an object that takes the place of the reference model.
 
-The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
+The values of all rows are looked up before training, once per node. If the settings request it, sequences without values are
+scored before the run continues.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class BatchReference(ReferenceDuringTraining):
 
         Args:
             input_ids, attention_mask: a padded batch, as for `token_logps`, shape (B, L).
-            labels: -100 at tokens whose log-probs are not added to the sum, shape (B, L). A row's first token has no log-prob,
-                whatever its label.
+            labels: -100 at tokens whose log-probs are not added to the sum, shape (B, L). The label of a row's first token is
+                ignored, because this token has no log-prob.
 
         Returns:
             sums in nats (float32) and token counts (int64), each of shape (B,), on the device of `input_ids`.
@@ -149,7 +150,8 @@ class BatchReference(ReferenceDuringTraining):
 
 
 def check_source(source: ReferenceSource, run_command: bool) -> None:
-    """Raise UsageError, before anything is loaded, if a source cannot supply a value for each token."""
+    """Raise UsageError if a source cannot supply per-token values, or cannot have missing rows scored as requested. This check
+    needs no datasets or values."""
     if source.is_file:
         raise UsageError(
             f"{source.location} contains one sum per completion, but a value per token is needed: use a store as the source"
@@ -176,8 +178,8 @@ def look_up_rows(
     """Return the values for all rows of the given datasets; every process gets the same values.
 
     The first process on each node reads the datasets. The first process of the run finds the missing sequences, and has them
-    scored if `source` or `run_command` requests it, while the other processes wait. The first process on each node then writes
-    the values of the same snapshot to a file, which all processes on the node map into memory.
+    scored if `source` or `run_command` requests it, while the other processes wait. Then the first process on each node writes
+    the values to a file, which all processes on the node map into memory. All nodes use the same snapshot.
 
     Args:
         datasets: the datasets by name.
@@ -260,7 +262,7 @@ def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
 def _written(
     sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
 ) -> str:
-    """Write the missing sequences to a file, and return the command that scores the file."""
+    """Write the missing sequences to a file, and return the `reflogp` command that scores these sequences."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "reflogp-missing.parquet"
     pq.write_table(sequences.table.filter(pa.array(missing)), file)

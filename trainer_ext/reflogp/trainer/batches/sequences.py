@@ -105,8 +105,8 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: by dataset name, the row numbers in `table` of the sequences of each dataset row, int64 of shape (rows, sequences
-            per row).
+        of: for each dataset, by name, the positions in `table` of each dataset row's sequences, int64 of shape (rows,
+            sequences per row).
     """
 
     table: pa.Table
@@ -114,8 +114,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the indices of the dataset rows with at least one sequence that `marked` selects, by dataset name. `marked` is
-        a mask over the rows of `table`. Datasets without such rows are omitted."""
+        """Return the indices of the dataset rows that contain a selected sequence, by dataset name. The mask `marked` selects
+        the sequences, and has one entry per row of `table`. Datasets without selected sequences are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 

@@ -31,9 +31,9 @@ _AnyTrainer: Any = object
 class RemoteReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
-    The trainer requests log-probs while the policy's forward pass runs on the same tokens. It waits for the response only when
-    TRL would run the reference model. List the mixin before the trainer among the base classes. The constructor takes the
-    trainer's own arguments and these:
+    The trainer requests a batch's log-probs just before the policy's forward pass on that batch. It waits for the service's
+    response only when TRL would run the reference model. List the mixin before the trainer among the base classes. The
+    constructor takes the trainer's own arguments and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
@@ -42,7 +42,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the service's before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtype. A service that computes in a different dtype than the policy is then rejected.
+            on the dtype. In that case, UsageError is raised if the service and the policy compute in different dtypes.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
@@ -143,8 +143,8 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """Sum the log-probs of each row, and compare the sums with `step_zero.differences`. Rows without tokens to compare are
-    omitted."""
+    """Sum the log-probs of each row, and call `step_zero.differences` to compare the policy's sums with the reference's. Rows
+    without tokens to compare are omitted."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

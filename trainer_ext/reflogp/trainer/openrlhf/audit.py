@@ -34,11 +34,11 @@ _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """An audit that checks that an OpenRLHF run's stored reference log-probs are correct, and that the run follows its
+    """An audit that checks an OpenRLHF run's stored reference log-probs, and checks that the run follows the trainer's
     settings.
 
-    The audit stops a run only if its reference values are wrong or computed again. Any other problem is logged as a warning and
-    written to the report.
+    The audit stops a run only if the stored values are wrong, or if a model computes reference values during training. Any
+    other problem is logged as a warning and written to the report.
 
     - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs while
       OpenRLHF gets the reference's log-probs.
@@ -60,8 +60,8 @@ class RunAudit:
         joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. A reference that was scored in a different dtype than the policy's is then
-            rejected.
+            on the dtypes and the type of model. In that case, the run is also stopped if the reference was scored in a
+            different dtype than the policy's.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
@@ -197,8 +197,8 @@ class RunAudit:
             self._schedule.came(event, step)
 
     def step_ended(self, step: int) -> None:
-        """Check an optimizer step that has ended. Raise AuditError on all processes if any process has a finding that stops the
-        run."""
+        """Check the optimizer step that has just ended. If any process has a finding that stops the run, raise AuditError on
+        all processes."""
         assert self._schedule is not None
         self._micro_batches.clear()
         steps = int(self._engine.global_steps)
@@ -230,7 +230,7 @@ class RunAudit:
     # Stop the run or warn because of findings, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
-        """Record that reference values are wrong, missing or recomputed."""
+        """Record problems that stop the run: reference values are wrong, missing or recomputed."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 

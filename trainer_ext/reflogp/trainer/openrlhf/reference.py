@@ -46,8 +46,8 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    A row has values for the tokens of its completion, which is at the end of the row. OpenRLHF's trainer masks these values and
-    adds them up. docs/openrlhf.md shows how to use this class in a training script.
+    Values are returned for each token of a row's completion, which is at the end of the row. OpenRLHF's trainer masks these
+    values and sums them. docs/openrlhf.md shows how to use this class in a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
@@ -92,7 +92,6 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, and, in place of a model's output, an empty dict (without the entry
-            aux_loss).
+            the log-probs that `token_logps` returns, and an empty dict in place of a model's output, so there is no aux_loss.
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -55,8 +55,8 @@ class Launch:
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Create the policy on the first call. On the second call, return a placeholder instead of a model.
 
-        OpenRLHF makes the second call to create the reference model. The path and the dtype in this call determine which stored
-        values are used.
+        OpenRLHF makes the second call to create the reference model. The path and dtype in this call are the defaults of
+        --reflogp.model and --reflogp.dtype.
         """
         if not self._policy_is_made:
             self._policy_is_made = True

@@ -43,7 +43,7 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ms-swift's function `prepare` so that it does not load the reference model, which ms-swift would load first."""
+        """Wrap `prepare`, ms-swift's function that loads one model, so that it returns None for the reference model."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":
@@ -54,12 +54,13 @@ class Replacements:
         return prepared
 
     def trainer(self, args: Any) -> Callable[..., Any]:
-        """Return a function that creates the trainer for ms-swift's arguments."""
+        """Return a function that creates the trainer that ms-swift's arguments select, with stored reference log-probs."""
         _require_supported(args)
         return functools.partial(_TRAINERS[args.rlhf_type], stored=stored_reference(self._options, self._reference(args)))
 
     def _reference(self, args: Any) -> str | None:
-        """Return the folder of the model that ms-swift would load, or None if an option names the reference."""
+        """Return the folder of the model that ms-swift would load as the reference. Return None if an option of reflogp
+        already names the reference."""
         if names_reference(self._options):
             return None
         for name in _OTHER_MODEL:

@@ -83,7 +83,8 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
     """ms-swift's DPO trainer, with reference log-probs from a store or a service."""
 
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
-        """Return a batch's stored sums for the chosen and for the rejected rows, each float32 of shape (B,)."""
+        """Return a batch's stored sums as two float32 tensors of shape (B,): one for the chosen rows, one for the rejected
+        rows."""
         sums, tokens = self._sums(batch, "")
 
         def policy() -> torch.Tensor:
@@ -98,7 +99,7 @@ class StoredKTOTrainer(_Stored, KTOTrainer):
     """ms-swift's KTO trainer, with reference log-probs from a store or a service."""
 
     def get_batch_loss_metrics(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Add the batch's stored sums under the column names that TRL reads, then compute the loss."""
+        """Add the stored sums to the batch, under the column names that TRL reads, and then compute the loss."""
         label = torch.tensor(batch["label"])
         own, own_tokens = self._sums(batch, "completion_")
         given, sums, tokens = {"reference_logps": own}, [own[label], own[~label]], [own_tokens[label], own_tokens[~label]]
