@@ -146,7 +146,9 @@ class ServerSettings(BaseSettings):
         "then rejected with 503. Default: 1/8 of the memory of the machine or container, but at least 256 MiB.",
     )
     max_head_bytes: int = Field(
-        32 << 10, gt=0, description="Maximum size in bytes of a request's target (path and query) and of its headers."
+        32 << 10,
+        gt=0,
+        description="Maximum size in bytes of a request's target (path and query). The same limit applies to its headers.",
     )
     head_seconds: float = Field(
         10.0,

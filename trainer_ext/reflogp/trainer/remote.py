@@ -191,8 +191,8 @@ class RemoteReference(ReferenceDuringTraining):
             return
         extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
-            f"{self.where.store} computes {has.name or has.reference_id} in {has.dtype} (output layer: {has.lm_head_dtype}), "
-            f"but the policy computes in {dtype} (output layer: {head}): their log-probs would differ even at the first step. "
+            f"{self.where.store} runs {has.name or has.reference_id} in {has.dtype} (output layer: {has.lm_head_dtype}), "
+            f"but the policy runs in {dtype} (output layer: {head}): their log-probs would differ even at the first step. "
             f'Set dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
             f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
         )

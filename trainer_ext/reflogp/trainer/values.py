@@ -215,8 +215,7 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenized rows in a job, and return the values at the snapshot that contains the job's
-        results.
+        """Have the service score tokenized rows in a job; return a ServiceValues for the snapshot with the job's results.
 
         Args:
             rows: table of token ids, with prompt_ids and the completion columns.

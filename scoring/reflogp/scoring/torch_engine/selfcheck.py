@@ -245,7 +245,9 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
-    return difference, f"log-probs differ from those of a plain pass by {difference:.3g} nats per token (root mean square)"
+    return difference, (
+        f"its log-probs differ from those of an ordinary forward pass by {difference:.3g} nats per token (root mean square)"
+    )
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:

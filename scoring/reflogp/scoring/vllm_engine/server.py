@@ -191,7 +191,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """Return the name of the served model and its maximum number of tokens in a sequence."""
+        """Return the name of the served model, and the length in tokens of the longest sequence that it can score."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if name is None and len(served) != 1:
