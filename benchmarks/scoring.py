@@ -1,7 +1,8 @@
 """Measure the scoring speed of every side on this machine, in one run: `make bench`.
 
 Rates are tokens of the data per second (both sequences of a pair count in full, without sharing and padding), so sides can be
-compared although slow sides run on a sample. Each round runs every side once; the table shows medians.
+compared although slow sides run on a sample. Each round runs every side once; the table shows medians. A vLLM process runs only
+while its side is measured: even an idle one takes memory, and with 10 GB less of it, TRL with batch size 8 ran at half speed.
 
     python benchmarks/scoring.py [--data FILE:ROWS …] [--shape 0.1B] [--rounds 3] [--trl-rows 12] [--out benchmarks/results]
 """
@@ -14,16 +15,18 @@ import os
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import cpu_and_cores, file_name
-from pairs import Pairs
-from pausing import OwnProcesses
+from pairs import Pairs, drawn_pairs
 from shapes import SHAPES
 from sides import (
+    VOCABULARY,
     Ours,
     OursWithServer,
     OursWithVllm,
@@ -55,22 +58,26 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     files = [(Path(text.rsplit(":", 1)[0]), int(text.rsplit(":", 1)[1])) for text in options.data] or default_data()
     raw = {file.name.split(".")[0]: read_pairs(file, count) for file, count in files}
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+    with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch)
         tokenizer = make_tokenizer([row for rows in raw.values() for row in rows])
         tokenizer.save_pretrained(model)
         parameters = make_model(model, options.shape)
         data = [tokenize(name, rows, tokenizer) for name, rows in raw.items()]
         ours = Ours(model, device)
-        sides: list[Any] = [ours, *(Trl(model, tokenizer, device, batch) for batch in (8, 1, 2, 4)), Padded(model, device)]
-        processes = OwnProcesses()
-        if Vllm.there():
-            running.callback(processes.resume)
-            serve = vllm_serve(str(model), free_port(), "--dtype", "bfloat16")
-            sides.append(processes.start(lambda: Vllm(model)))
-            sides.append(processes.start(lambda: OursWithVllm(model)))
-            sides.append(processes.start(lambda: OursWithServer(model, running.enter_context(serve).url)))
-        results = [measure(pairs, sides, ours, processes, options, device) for pairs in data]
+        inside = [ours, *(Trl(model, tokenizer, device, batch) for batch in (8, 1, 2, 4)), Padded(model, device)]
+        turns = [partial(nullcontext, side) for side in inside] + (vllm_turns(model) if Vllm.there() else [])
+        records = [Record(pairs, pairs.spread(options.trl_rows)) for pairs in data]
+        for record in records:
+            ours.seconds(record.sample)  # shapes that torch.compile has not seen
+        for round_ in range(options.rounds):
+            for turn in turns:
+                with turn() as side:
+                    for record in records:
+                        record.measure(side, ours)
+                        rate = record.rates[side.name][-1]
+                        print(f"  {record.pairs.name} round {round_ + 1}: {side.name}: {rate:,.0f} tokens/s", flush=True)
+    results = [record.result() for record in records]
     about = {
         "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, bfloat16, vocabulary 32000",
         "machine": cpu_and_cores() if device == "cpu" else torch.cuda.get_device_name(),
@@ -99,46 +106,75 @@ def default_data() -> list[tuple[Path, int]]:
     return wider or [(SHIPPED, 300)]
 
 
-def measure(
-    pairs: Pairs, sides: list[Any], ours: Ours, processes: OwnProcesses, options: argparse.Namespace, device: str
-) -> dict[str, Any]:
-    sample = pairs.spread(options.trl_rows)
-    rates: dict[str, list[float]] = {side.name: [] for side in sides}
-    peaks, utilization, gains = [], [], []
-    for round_ in range(options.rounds):
-        for side in sides:
-            of_side = pairs if side is ours else sample
-            if round_ == 0 and side is ours:
-                side.seconds(sample)  # shapes that torch.compile has not seen
-            before = ours.engine.operations()
-            with processes.running(side):
-                seconds = side.seconds(of_side)
-            rates[side.name].append(of_side.tokens / seconds)
-            if side is ours:
-                matmul_flops_per_second.cache_clear()
-                peaks.append(matmul_flops_per_second(ours.engine.device, torch.bfloat16))
-                operations = ours.engine.operations() - before
-                utilization.append(operations.computed / seconds / peaks[-1])
-                gains.append(operations.sharing_gain)
-            print(f"  {pairs.name} round {round_ + 1}: {side.name}: {rates[side.name][-1]:,.0f} tokens/s", flush=True)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    trl = {name: rate for name, rate in medians.items() if name.startswith("TRL")}
-    return {
-        "data": pairs.name,
-        "rows": len(pairs.rows),
-        "tokens": pairs.tokens,
-        "rows_of_other_sides": len(sample.rows),
-        "tokens_per_second": medians,
-        "runs": rates,
-        "pairs_per_second": medians[ours.name] / (pairs.tokens / len(pairs.rows)),
-        "ratio_to_trl_batch_8": medians[ours.name] / medians["TRL, batch 8"],
-        "ratio_to_best_trl": medians[ours.name] / max(trl.values()),
-        "ratio_to_padded": medians[ours.name] / medians[Padded.name],
-        "ratio_to_vllm": medians[ours.name] / medians[Vllm.name] if Vllm.name in medians else None,
-        "model_flops_utilization": statistics.median(utilization),
-        "sharing_gain": statistics.median(gains),
-        "matmul_tflops": statistics.median(peaks) / 1e12,
-    }
+def vllm_turns(model: Path) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return functions that start the sides with vLLM. A side is warm when its `with` block begins, and exits with it."""
+
+    @contextmanager
+    def turn(start: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
+        with start() as side:
+            side.seconds(drawn_pairs(2000, VOCABULARY))  # random tokens, so that the prefix cache has nothing of the data
+            yield side
+
+    @contextmanager
+    def with_server() -> Iterator[OursWithServer]:
+        with (
+            vllm_serve(str(model), free_port(), "--dtype", "bfloat16") as server,
+            closing(OursWithServer(model, server.url)) as side,
+        ):
+            yield side
+
+    starts = (lambda: closing(Vllm(model)), lambda: closing(OursWithVllm(model)), with_server)
+    return [partial(turn, start) for start in starts]
+
+
+class Record:
+    """The rates of all sides on one dataset.
+
+    Args:
+        pairs: the pairs that reflogp's torch engine scores.
+        sample: the pairs that the slower sides score.
+    """
+
+    def __init__(self, pairs: Pairs, sample: Pairs) -> None:
+        self.pairs, self.sample = pairs, sample
+        self.rates: dict[str, list[float]] = {}
+        self._peaks: list[float] = []
+        self._utilization: list[float] = []
+        self._gains: list[float] = []
+
+    def measure(self, side: Any, ours: Ours) -> None:
+        """Score the pairs or, unless this is the torch engine's side, the sample; record the rate."""
+        pairs = self.pairs if side is ours else self.sample
+        before = ours.engine.operations()
+        seconds = side.seconds(pairs)
+        self.rates.setdefault(side.name, []).append(pairs.tokens / seconds)
+        if side is ours:
+            matmul_flops_per_second.cache_clear()
+            self._peaks.append(matmul_flops_per_second(ours.engine.device, torch.bfloat16))
+            operations = ours.engine.operations() - before
+            self._utilization.append(operations.computed / seconds / self._peaks[-1])
+            self._gains.append(operations.sharing_gain)
+
+    def result(self) -> dict[str, Any]:
+        """Return the medians and ratios."""
+        medians = {name: statistics.median(values) for name, values in self.rates.items()}
+        ours = medians[Ours.name]
+        return {
+            "data": self.pairs.name,
+            "rows": len(self.pairs.rows),
+            "tokens": self.pairs.tokens,
+            "rows_of_other_sides": len(self.sample.rows),
+            "tokens_per_second": medians,
+            "runs": self.rates,
+            "pairs_per_second": ours / (self.pairs.tokens / len(self.pairs.rows)),
+            "ratio_to_trl_batch_8": ours / medians["TRL, batch 8"],
+            "ratio_to_best_trl": ours / max(rate for name, rate in medians.items() if name.startswith("TRL")),
+            "ratio_to_padded": ours / medians[Padded.name],
+            "ratio_to_vllm": ours / medians[Vllm.name] if Vllm.name in medians else None,
+            "model_flops_utilization": statistics.median(self._utilization),
+            "sharing_gain": statistics.median(self._gains),
+            "matmul_tflops": statistics.median(self._peaks) / 1e12,
+        }
 
 
 def report(about: dict[str, Any], results: list[dict[str, Any]], folder: Path) -> None:

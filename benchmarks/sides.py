@@ -27,6 +27,8 @@ from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import describe_reference
 
+VOCABULARY = 32_000
+
 
 def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:
     """Return the first `count` rows of a JSON Lines file, gzipped or not."""
@@ -40,14 +42,14 @@ def tokenize(name: str, rows: list[dict[str, Any]], tokenizer: Any) -> Pairs:
     return Pairs(name, [(p, c, r) for p, (c, r) in found if len(c) and len(r)])
 
 
-def make_tokenizer(rows: list[dict[str, Any]], vocab_size: int = 32_000) -> Any:
+def make_tokenizer(rows: list[dict[str, Any]], vocab_size: int = VOCABULARY) -> Any:
     """Train a tokenizer on the benchmark's own texts."""
     sides = (row[name] for row in rows for name in ("prompt", "chosen", "rejected"))
     texts = [m["content"] for side in sides for m in (side if isinstance(side, list) else [{"content": side}])]
     return train_tokenizer(texts, vocab_size)
 
 
-def make_model(folder: Path, shape: str, vocab_size: int = 32_000) -> int:
+def make_model(folder: Path, shape: str, vocab_size: int = VOCABULARY) -> int:
     """Write the checkpoint of a Qwen2 of this shape, random weights in bfloat16; return its number of parameters."""
     model = random_model(shape, vocab_size, "cpu")
     model.save_pretrained(folder)
@@ -99,6 +101,9 @@ class OursWithVllm:
     def seconds(self, pairs: Pairs) -> float:
         return _drained(self._engine, pairs)
 
+    def close(self) -> None:
+        self._engine.close()
+
 
 class OursWithServer:
     """reflogp's remote engine and a vLLM server on this machine."""
@@ -111,6 +116,9 @@ class OursWithServer:
 
     def seconds(self, pairs: Pairs) -> float:
         return _drained(self._engine, pairs)
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 def _drained(engine: Engine, pairs: Pairs) -> float:
