@@ -163,6 +163,9 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
+        If the data may have changed since (a dataset on the Hub or at a URI, or rows that refer to image files) and the job is
+        done, a new job is created, unless both submissions have the same `idempotency_key`.
+
         Args:
             dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
                 which the service downloads if its settings allow it; or a ServicePath, ServiceUri or Uploaded.

@@ -104,8 +104,8 @@ def submit_call(
 ) -> protocol.Call:
     """Return the request that submits a job.
 
-    The request is safe to repeat: the service identifies a job by its key or, without a key, by its dataset's content, its
-    reference and its settings.
+    The request is safe to repeat: the service identifies a job by its key or, without a key, by its reference, its settings
+    and its dataset's content or URI.
     """
     where: dict[str, str]
     match dataset:

@@ -139,7 +139,7 @@ class JobProgress:
         sequences: total number of sequences, as far as known; 0 while unknown.
         done: number of finished sequences: hits, scored sequences and failures.
         hits: number of sequences that were not computed, because the store had their values or because they are duplicates
-            within the dataset.
+            within the dataset. While the job runs, duplicates of failed sequences are counted too.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows without values so far.
         tokens: number of prompt and completion tokens in the scored sequences.

@@ -112,7 +112,7 @@ class Layer:
         del there
         joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
         hi = joined["hi"]
-        if not (hi[1:] > hi[:-1]).all():  # False if the layers do not overlap, as after compaction
+        if not (hi[1:] > hi[:-1]).all():  # after compaction, layers do not overlap, and this sort is not needed
             kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
             for name in names:
                 joined[name] = joined[name][kept]

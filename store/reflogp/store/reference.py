@@ -247,6 +247,8 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
+        If this machine has no such paths (see `folder_of_open_files`), the checkpoint has the original ones.
+
         The folder's other files, which do not affect the id, can be read through the checkpoint too. On exit from the block,
         all files are checked for changes since they were opened. Leave the block only after the weights have been copied into
         memory, because later changes to the files are not detected.

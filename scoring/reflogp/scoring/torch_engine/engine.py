@@ -385,9 +385,9 @@ class TorchEngine:
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Divide the sequences into passes within the current token budget, and yield the passes.
 
-        Each sequence longer than the model's `rope_limit` gets a pass of its own, and sequences with an attention mask are
-        scored in padded batches. Sequences with images are not mixed with text-only sequences in a pass, and all images of a
-        pass have the same processor.
+        A sequence that is longer than the budget, or longer than the model's `rope_limit`, is the only one in its pass, and
+        sequences with an attention mask are scored in padded batches. Sequences with images are not mixed with text-only
+        sequences in a pass, and all images of a pass have the same processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []

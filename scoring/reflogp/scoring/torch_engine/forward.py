@@ -158,9 +158,9 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Yield batches of sequence indices, longest sequences first; a batch has at most `token_budget` tokens, including padding.
+    """Yield batches of sequence indices, longest sequences first.
 
-    A sequence longer than the budget gets a batch of its own.
+    A batch has at most `token_budget` tokens, including padding. A sequence longer than that is the only one in its batch.
     """
     lengths = [len(sequence) for sequence in sequences]
     batch: list[int] = []

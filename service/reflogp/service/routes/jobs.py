@@ -76,7 +76,8 @@ def jobs_router(context: Context) -> APIRouter:
         Two submissions with the same token and the same Idempotency-Key are the same job. Without a key, two submissions are
         the same job if they have the same reference, tokenizer, dataset and settings. Datasets are compared by their bytes or
         URI and, if the job names a path, also by the path. Settings are compared without priority and title. If the existing
-        job has failed or was cancelled, it is queued again.
+        job has failed or was cancelled, it is queued again. If the existing job is done and there is no key, a new job is
+        created for a dataset that is named by a URI, or whose rows refer to image files, because the data may have changed.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
