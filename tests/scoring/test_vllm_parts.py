@@ -197,7 +197,7 @@ def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(r
     transport = Fragile(str(reference_folder), lambda s: s.ids().tolist() == sequences[poison].ids().tolist())
     engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
     found = dict(engine.stream(sequences))
-    assert "ended 2 times while it was scoring this sequence alone" in found.pop(poison)
+    assert "exited 2 times while it was scoring this sequence alone" in found.pop(poison)
     assert len(found) == 59
     expected = TorchEngine(str(reference_folder), "float32", compile_layers=False).score(sequences)
     assert all(np.abs(found[at] - expected[at]).max() <= 1e-5 for at in found)
@@ -272,11 +272,11 @@ def one_direction(config):
     [
         ("Idefics 3", None, None),
         ("LLaVA", None, None),
-        ("LLaVA", wide_tower, "llava models with a vision tower of siglip_vision_model"),
+        ("LLaVA", wide_tower, "llava models with a vision tower of type siglip_vision_model"),
         ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "image features from several layers"),
         ("Qwen3-VL", one_direction, "without mrope_interleaved"),
-        ("Gemma 3", None, "gemma3 model's image attend in one direction only"),
-        ("InternVL", None, "not been compared with transformers' for internvl models"),
+        ("Gemma 3", None, "image tokens of gemma3 models attend in one direction only"),
+        ("InternVL", None, "not been verified for internvl models"),
     ],
 )
 def test_which_models_vllm_is_asked_for_images_of(tmp_path, family, change, reason):

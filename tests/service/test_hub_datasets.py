@@ -242,7 +242,7 @@ def test_a_cancelled_fetch_leaves_nothing(server, folder):
 
 
 def test_only_datasets_of_the_hub_have_a_config():
-    with pytest.raises(Problem, match="has configs") as refused:
+    with pytest.raises(Problem, match="a config can be specified only") as refused:
         check_uri("hf://datasets/team/prefs/a.jsonl", TEAM, "main")
     assert refused.value.status == 422
     with pytest.raises(Problem, match="fetching this URI is not allowed") as refused:
@@ -286,7 +286,7 @@ def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, 
         for refused in ("team/secret", ServiceUri("hf://datasets/team/secret")):
             with pytest.raises(NotAllowedError, match="settings do not allow fetching from this location"):
                 client.submit(refused, "ref")
-        with pytest.raises(RequestRefusedError, match="has configs"):
+        with pytest.raises(RequestRefusedError, match="a config can be specified only"):
             client.submit(ServiceUri("hf://datasets/team/prefs/extra/a.parquet", "extra"), "ref")
         failed = client.watch(client.submit(ServiceUri("hf://datasets/team/prefs", "none"), "ref").id)
         assert failed.state == "failed" and "'none' not found" in failed.error

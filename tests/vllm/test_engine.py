@@ -164,7 +164,7 @@ def test_an_adapter_is_scored_as_peft_runs_it(adapter_on, model, pairs, plain_mo
 
 
 def test_an_adapter_that_vllm_applies_wrongly_is_refused(adapter_on):
-    with pytest.raises(EngineError, match=r"lm_head.*, which vLLM applies wrongly"):
+    with pytest.raises(EngineError, match=r"lm_head.*, and vLLM would apply these changes incorrectly"):
         load(adapter_on("lm_head", "q_proj"))
 
 

@@ -117,7 +117,9 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
         if _repository(parsed) is None:
             _suffix(parsed)
             if config is not None:
-                raise ValueError("only a whole dataset on the Hub (hf://datasets/ORGANISATION/NAME) has configs")
+                raise ValueError(
+                    "a config can be specified only for a whole dataset on the Hub (hf://datasets/ORGANISATION/NAME)"
+                )
     except ValueError as error:
         raise Problem(422, f"the URI cannot be fetched: {error}", "use a plain URI: https://host/folder/file.jsonl") from error
     try:

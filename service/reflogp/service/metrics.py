@@ -63,7 +63,7 @@ class Metrics:
         )
         self._ledger_failures = Gauge("reflogp_ledger_failures", "Failed attempts to use the ledger.", registry=registry)
         self._unrecorded = Gauge(
-            "reflogp_ledger_waiting_writes", "Writes that are waiting until the ledger can be written to.", registry=registry
+            "reflogp_ledger_waiting_writes", "Writes that wait for the ledger to become writable.", registry=registry
         )
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory of each process.", ["process"], registry=registry)
 

@@ -48,19 +48,22 @@ class DatasetSpec(BaseModel):
         None,
         pattern="^/",
         max_length=4096,
-        description="Path of a file or folder on the service's machine, inside one of the dataset_roots.",
+        description="Path of a file or folder on the service's machine, inside a folder that the setting dataset_roots lists.",
     )
     uri: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
         max_length=4096,
-        description="URI that the setting dataset_uris allows: https://, s3://, hf://datasets/ORGANISATION/NAME, …",
+        description="URI of the dataset (https://…, s3://…, hf://datasets/ORGANISATION/NAME, …). The setting dataset_uris must"
+        " allow it.",
     )
     split: str = Field(
         "train", max_length=200, description="Split to score, for a saved DatasetDict or hf://datasets/ORGANISATION/NAME."
     )
     config: str | None = Field(
-        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME. None is the default config."
+        None,
+        max_length=200,
+        description="Config (subset) of hf://datasets/ORGANISATION/NAME. If None, the default config is used.",
     )
 
     @model_validator(mode="after")
@@ -93,8 +96,8 @@ class JobSettings(BaseModel):
         None,
         ge=0,
         le=1,
-        description="LD-DPO weight for the log-prob sums in the result. It applies to the tokens of a pair's longer completion"
-        " beyond the length of the shorter one.",
+        description="LD-DPO weight for the log-prob sums in the result. In a pair's longer completion, the log-probs of all"
+        " tokens beyond the length of the shorter completion are multiplied by it.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
@@ -115,9 +118,11 @@ class JobRequest(JobSettings):
 class JobProgress(BaseModel):
     """The progress of a job. A sequence counts as done if its values were in the store, if it was scored, or if it failed."""
 
-    rows: int = Field(0, description="Number of rows that this attempt has read so far.")
+    rows: int = Field(0, description="Number of rows that the latest attempt has read so far.")
     sequences: int = Field(0, description="Number of sequences found in the dataset so far.")
-    done: int = Field(0, description="Number of sequences that are in the store, are duplicates, were scored, or failed.")
+    done: int = Field(
+        0, description="Number of finished sequences: those in the store, duplicates, and those that were scored or failed."
+    )
     hits: int = Field(
         0,
         description="Number of sequences that were not scored, because their values are in the store or because they are"
@@ -131,7 +136,7 @@ class JobProgress(BaseModel):
     tokens_per_second: float = Field(
         0.0, description="Number of tokens in the scored sequences, divided by the time spent scoring."
     )
-    seconds: float = Field(0.0, description="Seconds since this attempt began.")
+    seconds: float = Field(0.0, description="Seconds since the latest attempt began.")
     seconds_left: float | None = Field(
         None, description="Estimated seconds until the job is done, or None if there is no estimate yet."
     )
@@ -141,7 +146,7 @@ class Job(BaseModel):
     """A job, with its settings, state, progress and outcome."""
 
     id: str = Field(description="Id of the job. All routes for a job take this id.")
-    state: JobState = Field(description="queued, running, done, failed or cancelled.")
+    state: JobState = Field(description="State of the job: `queued`, `running`, `done`, `failed` or `cancelled`.")
     settings: JobSettings = Field(description="Settings that the job was submitted with.")
     dataset: DatasetSpec | None = Field(
         description="Dataset of the job. None if the caller's token does not have the scope `read` and did not submit the job."

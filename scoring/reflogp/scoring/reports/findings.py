@@ -160,7 +160,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
-            found.append(Finding("good", f"{said} Weights of 1 are in the range that TRL's KTOTrainer recommends."))
+            found.append(Finding("good", f"{said} A desirable_weight of 1 is in the range that TRL's KTOTrainer recommends."))
         else:
             found.append(
                 Finding(
@@ -238,7 +238,7 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
     if duplicates.near:
         text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier {noun}."
         found.append(Finding("check", text))
-    return found or [Finding("good", f"No {noun} repeats another one, exactly or nearly.")]
+    return found or [Finding("good", f"No duplicate or near-duplicate {noun}s were found.")]
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:

@@ -16,7 +16,7 @@ FAR = 3.5
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
 #: Minimum number of completions in a group of similar lengths.
 _ENOUGH = 50
-_SIMILAR = "among completions of similar length (rounded down to the same power of two)"
+_SIMILAR = "among completions of similar length (lengths are grouped by powers of two)"
 #: Median absolute deviation of a normal distribution, in standard deviations.
 _NORMAL = 0.6745
 
@@ -119,9 +119,8 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
         )
     of_one = np.stack([side.lowest[good] / np.minimum(side.sums[good], -1e-9) for side in sides])
     shares = np.where(tokens >= ONE_TOKEN_OF, of_one, 0.0).max(0)
-    rule = (
-        f"one token accounts for more than {ONE_TOKEN_SHARE:.0%} of the sum of a completion of at least {ONE_TOKEN_OF} tokens"
-    )
+    rule = f"one token contributes more than {ONE_TOKEN_SHARE:.0%} of the log-prob sum of a completion of at least "
+    rule += f"{ONE_TOKEN_OF} tokens"
     kinds.append(_kind("one token decides", rule, "of the sum", good, shares - ONE_TOKEN_SHARE, shares, shown))
     return [kind for kind in kinds if kind.count]
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from reflogp.store.texts import counted
+
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
@@ -71,7 +73,7 @@ class ProgressBar(ProgressCallbacks):
         for line in self._bad:
             self._bar.write(line)
         if self._bad_rows > len(self._bad):
-            self._bar.write(f"… and {self._bad_rows - len(self._bad)} more rows were left out")
+            self._bar.write(f"… and {counted(self._bad_rows - len(self._bad), 'more row')}")
 
 
 @contextmanager

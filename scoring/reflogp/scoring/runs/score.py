@@ -102,15 +102,16 @@ class ScoreSummary:
     def lines(self) -> list[str]:
         """Describe the run in a few lines of text: counts, rates if anything was computed, and the store's snapshot."""
         counts = (
-            f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
-            + (f", {self.duplicates:,} duplicates" if self.duplicates else "")
+            f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}"
+            + f", {self.scored:,} scored"
+            + (f", {counted(self.duplicates, 'duplicate')}" if self.duplicates else "")
             + (f", {self.failed:,} failed" if self.failed else "")
-            + (f"; {self.dropped_rows:,} rows dropped (prompt fills max_length)" if self.dropped_rows else "")
+            + (f"; {counted(self.dropped_rows, 'row')} dropped (prompt fills max_length)" if self.dropped_rows else "")
         )
         used = self.model_flops_utilization
         rates = (
             f"{self.tokens:,} tokens in {self.scoring_seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
-            + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
+            + (f", {100 * used:.0f}% of the device's peak matrix product rate" if used else "")
             + (f", sharing gain {self.sharing_gain:.1f}×" if self.sharing_gain else "")
             + (f", {self.workers} workers" if self.workers > 1 else "")
         )
@@ -426,6 +427,6 @@ def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: 
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(
-            f"the store has values for this dataset from {', '.join(sorted(others))}, but --strict-engine allows only values "
+            f"the store has values from {', '.join(sorted(others))} for this dataset, but --strict-engine allows only values "
             f"from {engine}; use a different store, or omit --strict-engine (values from different engines differ by rounding)"
         )

@@ -444,7 +444,9 @@ def _by_varlen(
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
-        raise UnsupportedAttentionError(f"the installed version of this kernel does not have the argument {', '.join(lacking)}")
+        raise UnsupportedAttentionError(
+            f"the installed version of this kernel does not accept the argument {', '.join(lacking)}"
+        )
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
     value = F.pad(call.value, (0, call.query.shape[-1] - size))  # with latent attention, values are narrower than keys

@@ -84,7 +84,7 @@ class TorchEngine:
         >>> from reflogp.scoring import Sequence, TorchEngine
         >>> engine = TorchEngine("./sft-model", dtype="bfloat16", device="cpu")
         >>> engine
-        TorchEngine(... in bfloat16 on cpu, packed, ... tokens in a pass)
+        TorchEngine(... in bfloat16 on cpu, packed path, at most ... tokens per pass)
         >>> [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])
         >>> logps.dtype, logps.shape
         (dtype('float32'), (2,))
@@ -109,7 +109,7 @@ class TorchEngine:
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
-            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or omit it for the model's {own_head}")
+            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use 'float32', or omit it to use the model's {own_head}")
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
@@ -130,7 +130,9 @@ class TorchEngine:
     def __repr__(self) -> str:
         name = "closed" if self._loaded.model is None else type(self._loaded.model).__name__
         path, limit = self.self_check.path, counted(self.token_budget, "token")
-        return short_repr("TorchEngine", f"{name} in {self._loaded.dtype_name} on {self.device}, {path}, {limit} in a pass")
+        return short_repr(
+            "TorchEngine", f"{name} in {self._loaded.dtype_name} on {self.device}, {path} path, at most {limit} per pass"
+        )
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
         """Return each sequence's token_logps, a float32 array of length len(completion_ids), in the order of `sequences`.
@@ -222,7 +224,7 @@ class TorchEngine:
                     if flying is not None:
                         yield self._landed(flying, waiting)
                     what = str(error).splitlines()[0] if str(error) else "the host's memory ran out"
-                    raise EngineError(f"the next pass could not be prepared: {what}") from error
+                    raise EngineError(f"the next forward pass could not be prepared: {what}") from error
                 if unit is None:
                     yield [] if flying is None else self._landed(flying, waiting)
                     flying = None
@@ -261,7 +263,10 @@ class TorchEngine:
                     self._count_good_pass()
                 elif len(places) == 1:
                     del waiting[places[0]]
-                    problem = f"{unit.tokens} tokens do not fit in the memory of {self.device} even alone; set a max_length"
+                    problem = (
+                        f"the sequence has {unit.tokens} tokens and does not fit in the memory of {self.device}, even when it "
+                        "is scored alone; set a max_length"
+                    )
                     yield [(places[0], problem)]
                 else:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
@@ -294,7 +299,7 @@ class TorchEngine:
             except (RuntimeError, MemoryError, ValueError, TypeError, LookupError) as error:
                 if not is_out_of_memory(error):
                     first = first_line(error)
-                    raise EngineError(f"images could not be scored: {first}") from error
+                    raise EngineError(f"sequences with images could not be scored: {first}") from error
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
@@ -352,7 +357,7 @@ class TorchEngine:
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
-            raise EngineError(f"the pass failed on the device: {first_line(error)}") from error
+            raise EngineError(f"a forward pass failed on {self.device}: {first_line(error)}") from error
         self._operations += flying.unit.operations
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
             self._tokens_per_second = flying.tokens_per_second()

@@ -302,12 +302,12 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
         own = torch.arange(len(sequence))[None]
     own = own.reshape(-1, len(sequence)).cpu()
     if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
-        return False, "the model gives image tokens other positions than a pack does"
+        return False, "the model gives some tokens different positions than a pack does"
     masks = given.get("attention_mask")
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "in the model, image tokens do not attend to the same tokens as in a pack"
+    return False, "some tokens attend to different tokens in the model than in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:

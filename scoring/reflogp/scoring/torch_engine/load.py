@@ -78,11 +78,11 @@ def choose_device(device: str) -> torch.device:
     try:
         chosen = torch.empty(0, device=device).device  # has a device number, because each thread has its own current device
         if chosen.type not in ("cpu", "cuda"):
-            raise EngineError(f"device {device!r}: this engine supports only cpu and cuda")
+            raise EngineError(f"device {device!r}: the engine 'torch' supports only 'cpu' and 'cuda'")
         return chosen
     except (RuntimeError, AssertionError) as error:
         why = first_line(error)
-        raise EngineError(f"device {device!r} cannot be used ({why}): use auto, cpu, cuda or cuda:NUMBER") from error
+        raise EngineError(f"device {device!r} cannot be used ({why}): use 'auto', 'cpu', 'cuda' or 'cuda:NUMBER'") from error
 
 
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
@@ -101,7 +101,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     except EngineError:
         raise
     except Exception as error:  # adapters of other shapes, unknown methods, …
-        raise EngineError(f"{adapter.folder}: the adapter does not fit the model: {first_line(error)}") from error
+        raise EngineError(f"{adapter.folder}: the adapter cannot be loaded into the model: {first_line(error)}") from error
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
     return wrapped.get_base_model()
@@ -152,8 +152,8 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys") or ())
     if absent:
         raise EngineError(
-            f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
-            f"({', '.join(absent[:3])}); transformers would initialize them randomly"
+            f"{checkpoint.folder}: weights are missing from the files or have another shape "
+            f"({', '.join(absent[:3])}; {len(absent)} in total); transformers would initialize them randomly"
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)

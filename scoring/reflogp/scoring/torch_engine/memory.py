@@ -130,8 +130,8 @@ def require_room(
         ways.append("end the other processes that use this memory")
     raise OutOfMemoryError(
         f"{checkpoint.folder} does not fit the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
-        f"({_gib(weights)} of weights, {_gib(pass_bytes)} for a pass), and "
-        f"{_gib(free)} {'is all it has' if alone else 'are free'}. "
+        f"({_gib(weights)} for weights, {_gib(pass_bytes)} for loading or a forward pass), but "
+        f"{f'the device has only {_gib(free)}' if alone else f'only {_gib(free)} are free'}. "
         + (f"What works: {', or '.join(ways)}" if ways else "Use a machine with more memory")
     )
 

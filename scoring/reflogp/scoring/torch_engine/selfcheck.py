@@ -154,7 +154,10 @@ def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> An
 
 
 def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
-    warnings.warn(f"sequences with images are scored on the padded path, which is slower ({problem})", stacklevel=3)
+    warnings.warn(
+        f"sequences with images are scored on the padded path, which is slower; the packed path was rejected: {problem}",
+        stacklevel=3,
+    )
     return ImageCheck("padded", difference, problem)
 
 
@@ -224,7 +227,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected["padded"] = problem
     if found[0] != "packed":
         warnings.warn(
-            f"{type(model).__name__} is scored on the {found[0]} path, which is slower than the packed path; the packed path "
+            f"{type(model).__name__} uses the {found[0]} path, which is slower than the packed path; the packed path "
             f"was rejected: {rejected['packed']}",
             stacklevel=2,
         )
@@ -236,7 +239,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             found = ("packed", difference)
         else:
             rejected["compiled"] = problem
-            warnings.warn(f"{type(model).__name__} is scored without compiled layers, which is slower: {problem}", stacklevel=2)
+            warnings.warn(f"{type(model).__name__} runs without compiled layers, which is slower: {problem}", stacklevel=2)
     return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled, tuple(refused))
 
 
@@ -339,7 +342,7 @@ def _packed(
     """Score the sequences as one pack; return their values, and the layout with its record of attention calls and kernels."""
     recurrent = _recurrent_part(model)
     if recurrent:
-        raise ValueError(f"{recurrent} carries state from token to token, and in a pack, from sequence to sequence")
+        raise ValueError(f"{recurrent} carries state from token to token and, in a pack, from one sequence to the next")
     model.set_attn_implementation(PACKED)
     [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
     layout = PackLayout(pack, device, refused)

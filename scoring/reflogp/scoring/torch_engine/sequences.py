@@ -140,7 +140,7 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
     if sequence.images is not None:
         is_image = ids >= FIRST_IMAGE_ID
         if is_image.sum() != sum(sequence.images.counts) or is_image[len(sequence.prompt_ids) :].any():
-            return "max_length cuts tokens of the images; set a larger max_length"
+            return "max_length cuts off image tokens; set a larger max_length"
         ids = ids[~is_image]
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.min() if ids.min() < 0 else ids.max())

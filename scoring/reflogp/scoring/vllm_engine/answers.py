@@ -101,7 +101,7 @@ def problem_of_answer(values: Any) -> str:
     """Return the error message for a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
-    return "vLLM returned no log-probs for the sequence, neither with nor without its prefix cache"
+    return "vLLM returned no valid log-probs for the sequence, either with or without its prefix cache"
 
 
 #: Schema of requests. `ids` are the token ids of prompt and completion; the first `prompt_len` of them are the prompt. `images`

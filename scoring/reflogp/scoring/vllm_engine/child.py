@@ -87,15 +87,15 @@ class VllmProcess:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "vLLM loads the image processor with different settings from those that generated the image tokens"
+            return "vLLM's image processor has different settings from the one that generated the image tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (
-                f"images are resized with {ours} here and with {theirs} in vLLM's environment, which round differently: "
+                f"reflogp resizes images with {ours} and vLLM resizes them with {theirs}, and the two round differently: "
                 "install torchvision in both environments or in neither"
             )
         if not images.independent:
-            return "an image's tokens depend on the other images of the prompt, but vLLM processes each image on its own"
+            return "vLLM processes each image separately, although an image's tokens depend on the other images of the prompt"
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
@@ -186,7 +186,7 @@ class _Running:
                 start_new_session=True,  # Ctrl-C in a terminal must reach only the caller, which commits before it exits
             )
         except OSError as error:
-            raise UsageError(f"vLLM's interpreter {python} cannot be run: {error.strerror}") from error
+            raise UsageError(f"vLLM's Python interpreter {python} cannot be run: {error.strerror}") from error
         self._end = weakref.finalize(self, _end, process)
         self._in, out = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         listening = threading.Thread(target=_listen, args=(process.stderr, words), daemon=True)
@@ -198,7 +198,7 @@ class _Running:
         if frame is None or frame[0]["op"] != "ready":
             process.wait()
             listening.join(_LISTEN_SECONDS)
-            reason = frame[0]["error"] if frame is not None else f"the process ended with status {process.returncode}"
+            reason = frame[0]["error"] if frame is not None else f"the process exited with status {process.returncode}"
             raise _error_of_start(python, reason, list(words))
         self.about = frame[0]
         threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()

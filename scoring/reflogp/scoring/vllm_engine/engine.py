@@ -289,7 +289,7 @@ class VllmEngine:
                 flying.clear()
                 deaths += 1
                 if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving makes vLLM end fewer times than this
-                    raise EngineError(f"vLLM ended {deaths} times without returning a value") from None
+                    raise EngineError(f"vLLM exited {deaths} times without returning a value") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
                 if strikes < _STRIKES:
@@ -298,7 +298,7 @@ class VllmEngine:
                     line.extendleft(_Pass(part, salt) for part in reversed(parts))
                     suspects.update(lost)
                     continue
-                landed = [(lost[0], f"vLLM ended {_STRIKES} times while it was scoring this sequence alone")]
+                landed = [(lost[0], f"vLLM exited {_STRIKES} times while it was scoring this sequence alone")]
             else:
                 self.retries += flying.popleft().retries
                 deaths = 0

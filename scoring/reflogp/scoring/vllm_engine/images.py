@@ -74,7 +74,7 @@ class ImagePrompts:
             self.settings, self.library = settings_digest(image_processor).hex(), library_of(image_processor)
             self._placeholder = str(self._processor.dummy_inputs.get_dummy_text({"image": 1}))
         except Exception as error:  # other versions of vLLM may raise any error
-            raise ImageRefusedError(f"vLLM has no image processor for the model ({first_line(error)[:200]})") from error
+            raise ImageRefusedError(f"vLLM cannot load an image processor for the model ({first_line(error)[:200]})") from error
         self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
         self._kept_bytes = 0
 
@@ -171,6 +171,7 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     own = np.isin(np.arange(first, last), places)
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
-            f"vLLM generates different tokens for an image: {int(image.is_image.sum())} image tokens instead of {len(places)}"
+            f"vLLM generates different tokens for an image ({int(image.is_image.sum())} image tokens; the sequence has "
+            f"{len(places)})"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))

@@ -49,7 +49,7 @@ _PARTS = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
 #: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
-WRONG = {"gemma3": "in vLLM's CPU build, the tokens of a gemma3 model's image attend in one direction only, not in both"}
+WRONG = {"gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only, not in both"}
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -156,7 +156,7 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
     If the model does not differ, return an empty string.
     """
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
-        return f" with a vision tower of {tower}"
+        return f" with a vision tower of type {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
         return " with image features from several layers"
     rope = config.get("text_config", {})
@@ -176,12 +176,12 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
         return WRONG[kind]
     unlike = _unlike_tested(kind, checkpoint.config)
     if kind not in FAMILIES or unlike:
-        return f"vLLM's values for images have not been compared with transformers' for {kind} models{unlike}"
+        return f"vLLM's values for sequences with images have not been verified for {kind} models{unlike}"
     if checkpoint.adapter is not None:
         return "vLLM ignores an adapter's changes outside the text decoder"
     for what, names in _PARTS.items():
         if not any((checkpoint.folder / name).is_file() for name in names):
-            return f"vLLM needs the files of the {what} in the model's folder, but there are none"
+            return f"the {what} that vLLM needs for images is missing from the model's folder"
     return None
 
 
@@ -204,13 +204,13 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
 def _rank(adapter: Adapter) -> int:
     """Return the LoRA rank that vLLM must support. Raise EngineError if vLLM would apply the adapter incorrectly."""
     config = adapter.config
-    advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and score the merged model"
+    advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and use the merged model"
     if config.get("peft_type") != "LORA":
         raise EngineError(f"{adapter.folder}: vLLM supports only LoRA adapters, not {config.get('peft_type')}; {advice}")
     tables = sorted({name for name in _tensors(adapter.weight_file) if any(table in name for table in _TABLES)})
     if config.get("modules_to_save") or tables:
         what = tables[0] if tables else config["modules_to_save"][0]
-        raise EngineError(f"{adapter.folder} changes {what}, which vLLM applies wrongly to prompts; {advice}")
+        raise EngineError(f"{adapter.folder} changes {what}, and vLLM would apply these changes incorrectly; {advice}")
     rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     if rank > _RANKS[-1]:
         raise EngineError(f"{adapter.folder} has rank {rank}, but vLLM supports at most {_RANKS[-1]}; {advice}")

@@ -250,9 +250,9 @@ class Scorer:
         except Exception as error:
             raise ImageRefusedError(f"vLLM failed on a test image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
-            raise ImageRefusedError("vLLM's values do not depend on the image")
+            raise ImageRefusedError("vLLM's values are the same for different images")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
-            raise ImageRefusedError("vLLM's values for an image change when the prefix cache is used")
+            raise ImageRefusedError("vLLM's values for a test image differ with and without the prefix cache")
 
 
 class Process:

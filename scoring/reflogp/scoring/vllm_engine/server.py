@@ -152,7 +152,7 @@ class VllmServer:
         # /inference/v1/generate accepts images together with token ids. But it either expands placeholders itself
         # (content_parts), or needs tensors and ranges from vLLM's own processor, which leave out the text tokens between an
         # image's tokens (features).
-        return "a server generates the tokens of images itself, with a processor whose settings cannot be read"
+        return "a vLLM server generates image tokens with its own image processor, whose settings reflogp cannot check"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask. If the server does not respond, wait and retry."""
@@ -307,7 +307,8 @@ def check_claim(
     if difference > tolerance:
         raise EngineError(
             f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
-            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square); the limit is {tolerance:.3g}"
+            f"its log-probs of {len(ours)} tokens differ from locally computed ones by {difference:.3g} nats (root mean "
+            f"square); the limit is {tolerance:.3g}"
         )
     return {"reference": "checked", "reference_difference": difference}
 

@@ -409,8 +409,8 @@ class ParallelScorer:
         self._killers_in_a_row += 1
         if self._killers_in_a_row >= _KILLERS:
             self._give_up(
-                f"{self._killers_in_a_row} sequences in a row killed two workers each, so the cause is the model or the "
-                f"device, not the rows: {reason}"
+                f"{self._killers_in_a_row} sequences in a row killed two workers each, so the cause is probably the model "
+                f"or the device, not the rows: {reason}"
             )
 
     def _give_up(self, why: str) -> None:

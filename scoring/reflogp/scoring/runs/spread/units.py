@@ -83,7 +83,10 @@ class _SentPicture:
         """Return the decoded image. Raises RowError if Pillow on this machine decodes it to other pixels than in the run."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
-            raise RowError("an image has different pixels on this worker, because its libraries decode the image differently")
+            raise RowError(
+                "a worker decodes an image to different pixels than the run's main process; install the same version of "
+                "Pillow on every machine"
+            )
         return image
 
     def encoded(self) -> bytes:
@@ -195,8 +198,8 @@ class VisionCache:
                     self._loaded[found.tokens.settings] = found
             if settings not in self._loaded:
                 raise UsageError(
-                    "the run's image processor is not on this worker's machine: put it in the model's folder, or use a "
-                    "folder that exists on every machine"
+                    "the run's image processor is not on this worker's machine: put it in the model's folder, or in the "
+                    "same folder on every machine"
                 )
             return self._loaded[settings]
 
