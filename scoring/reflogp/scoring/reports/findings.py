@@ -165,7 +165,8 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
             found.append(
                 Finding(
                     "check",
-                    f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f}.",
+                    f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} if "
+                    "undesirable_weight is 1.",
                 )
             )
     elif desirable or undesirable:

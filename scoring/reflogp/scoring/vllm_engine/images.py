@@ -134,7 +134,10 @@ class ImagePrompts:
         except ValueError as error:
             raise ImageRefusedError(f"vLLM's environment cannot decode an image: {first_line(error)[:200]}") from error
         if pixel_digest(image) != digest:
-            raise ImageRefusedError("vLLM's environment decodes an image to different pixels than reflogp's environment")
+            raise ImageRefusedError(
+                "vLLM's environment decodes an image to different pixels than reflogp's environment: install the same version "
+                "of Pillow in both"
+            )
         try:
             items = self._processor.info.parse_mm_data({"image": [image]})
             found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
