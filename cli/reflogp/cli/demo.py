@@ -19,9 +19,9 @@ _DATA_FILE = "gsm8k_pairs.jsonl"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model, the store, the run and the plot.")] = Path(
-        "reflogp-demo"
-    ),
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the plot.")
+    ] = Path("reflogp-demo"),
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
     ] = None,
