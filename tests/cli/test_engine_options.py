@@ -59,7 +59,7 @@ def test_a_reference_is_printed_as_a_store_writes_it(reflogp, reference_folder, 
 def test_a_claim_that_is_no_reference_is_named(reflogp, command, pairs_file):
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", pairs_file)
     assert code == 2
-    assert "this file was not written by `reflogp reference`" in err
+    assert "this file is not valid output of `reflogp reference`" in err
 
 
 def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder, tmp_path):

@@ -366,7 +366,7 @@ def test_what_is_no_file_here_says_what_to_give(client, tmp_path):
 
 def test_job_settings_are_those_of_the_service_and_others_are_refused_before_the_upload(client, tmp_path):
     assert {"reference", *JobSettings.__annotations__} == set(service_models.JobSettings.model_fields)
-    with pytest.raises(TypeError, match="unknown job setting max_len; use format, max_length"):
+    with pytest.raises(TypeError, match="unknown job setting max_len; choose from format, max_length"):
         client.submit(tmp_path / "nothing.jsonl", "sft", max_len=1024)
 
 

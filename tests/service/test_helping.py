@@ -151,7 +151,7 @@ def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_fol
     settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
     with running("--config", settings) as service, Client(service.url) as client:
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-    assert job.state == "failed" and "3 workers died one after the other" in job.error, "".join(service.log)
+    assert job.state == "failed" and "3 workers died in a row" in job.error, "".join(service.log)
     assert "unspecified launch failure" in job.error
 
 

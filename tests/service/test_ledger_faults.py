@@ -434,4 +434,4 @@ def test_a_task_that_fails_is_started_again(monkeypatch, caplog):
             raise ValueError("a defect")
 
     asyncio.run(supervision.supervise("some work", work))
-    assert len(runs) == 4 and "some work failed and will be restarted" in caplog.text
+    assert len(runs) == 4 and 'the task "some work" failed and will be restarted' in caplog.text

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import ReflogpError
-from reflogp.store.texts import visible
+from reflogp.store.texts import counted, visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
@@ -82,7 +82,7 @@ def missing_extra(extra: str, error: ImportError) -> ReflogpError:
 def print_dropped(rows: int) -> None:
     """Print how many rows are dropped because of --max-length. This is not an error, because TRL drops these rows too."""
     if rows:
-        err.print(f"{rows:,} rows are dropped, as in TRL, because the prompt alone fills --max-length", style="yellow")
+        err.print(f"dropped {counted(rows, 'row')}, as TRL does, because the prompt alone fills --max-length", style="yellow")
 
 
 def print_json(summary: dict[str, Any]) -> None:

@@ -19,9 +19,9 @@ _DATA_FILE = "gsm8k_pairs.jsonl"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model, the store, the run and the plot.")] = Path(
-        "reflogp-demo"
-    ),
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the plot.")
+    ] = Path("reflogp-demo"),
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
     ] = None,
@@ -96,7 +96,7 @@ def demo(
         f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
     out.print(
-        f"   language models that ran during training: {len(ran)} (one is the policy, {len(ran) - 1} are reference models)"
+        f"   language models that ran during training: {len(ran)} (including the policy; reference models: {len(ran) - 1})"
     )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     few = max(1, len(losses) // 5)
@@ -107,7 +107,7 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. The origin of the values and the results of the audit are in "
+        f"Done in {time.monotonic() - started:.0f} s. The audit's results, and where the values came from, are in "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 

@@ -136,7 +136,7 @@ def _vllm() -> Finding:
     return Finding(
         "vllm",
         "note",
-        "not installed (needed only for models that need several GPUs)",
+        "not installed (needed only for models that are too large for one GPU)",
         "python -m venv vllm && vllm/bin/pip install 'reflogp[vllm]' && export REFLOGP_VLLM_PYTHON=$PWD/vllm/bin/python",
     )
 
@@ -169,7 +169,7 @@ def _model(model: str) -> Iterator[Finding]:
     try:
         checkpoint = read_checkpoint(resolve_model(model))
     except ReflogpError as error:
-        yield Finding("model", "broken", str(error), "pass a folder with config.json and safetensors, or a hub id")
+        yield Finding("model", "broken", str(error), "pass a folder with config.json and safetensors files, or a hub id")
         return
     size = sum(file.stat().st_size for file in checkpoint.weight_files)
     architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
@@ -179,7 +179,7 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding(
             "model",
             "note",
-            f"the weights do not fit on any single device (the most free memory is {room / 2**30:.0f} GiB)",
+            f"the weights do not fit on any single device (the one with the most free memory has {room / 2**30:.0f} GiB free)",
             "reflogp score --engine vllm --tensor-parallel N",
         )
 

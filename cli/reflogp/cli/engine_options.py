@@ -15,15 +15,15 @@ _VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
 Engine = Annotated[
     EngineName,
     typer.Option(
-        help="Engine to use: torch; vllm, for models that need several GPUs; or remote, for a `vllm serve` that is already "
-        "running."
+        help="Engine to use: `torch`, `vllm` (for models that need several GPUs) or `remote` (a `vllm serve` that is already "
+        "running)."
     ),
 ]
 StrictEngine = Annotated[
     bool,
-    typer.Option("--strict-engine", help="Fail if any stored values of this dataset were computed by another engine."),
+    typer.Option("--strict-engine", help="Fail if the store has values for this dataset from an engine other than --engine."),
 ]
-Device = Annotated[str | None, typer.Option(help="Device to score on: auto, cpu, cuda, cuda:1, … Default: auto.")]
+Device = Annotated[str | None, typer.Option(help="Device to score on: `auto`, `cpu`, `cuda`, `cuda:1`, … Default: `auto`.")]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -35,7 +35,7 @@ Devices = Annotated[
 TokenBudget = Annotated[
     str | None,
     typer.Option(
-        help="Number of tokens in one batch, or auto. The number is halved when memory runs out. Default: auto.",
+        help="Maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based on free memory).",
         metavar="N|auto",
     ),
 ]
@@ -62,7 +62,7 @@ VllmOption = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, such as http://HOST:8000. The server's API key is read from VLLM_API_KEY.",
+        help="URL of the running `vllm serve`, such as http://HOST:8000. The server's API key is read from VLLM_API_KEY.",
         rich_help_panel=_REMOTE,
     ),
 ]
@@ -83,9 +83,8 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="Identify the model on the server if MODEL contains no weights: the reference's id in the store, or a file "
-        "written by `reflogp reference`. The reference's dtype is used. Without weights, reflogp cannot check the "
-        "server's values.",
+        help="If MODEL contains no weights: the reference whose model the server runs, given as an id in the store or a file "
+        "written by `reflogp reference`. Its dtype is used. Without weights, reflogp cannot check the server's values.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),
@@ -150,12 +149,12 @@ def claimed_reference(claim: str, store: Store) -> Reference:
     try:
         return Reference.from_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"--claim {claim}: this file was not written by `reflogp reference`: {error}") from error
+        raise UsageError(f"--claim {claim}: this file is not valid output of `reflogp reference`: {error}") from error
 
 
 def _token_budget(text: str) -> Any:
     if text == "auto":
         return text
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--token-budget {text}: use a positive whole number, or auto")
+        raise UsageError(f'--token-budget {text}: use a positive whole number, or "auto"')
     return int(text)

@@ -120,7 +120,7 @@ def check_output(path: str | Path) -> Path:
     """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
-        raise UsageError(f"the output {path} would be a Parquet file, so its name must end in .parquet")
+        raise UsageError(f"the output {path} is written as a Parquet file, so its name must end in .parquet")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is not a folder")
     return output

@@ -82,7 +82,9 @@ def retry_call(job: str) -> protocol.Call:
 def check_settings(settings: JobSettings) -> None:
     """Raise TypeError for a setting that jobs do not have. Clients check this before they upload a dataset."""
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
-        raise TypeError(f"unknown job setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
+        raise TypeError(
+            f"unknown job setting {', '.join(sorted(unknown))}; choose from {', '.join(JobSettings.__annotations__)}"
+        )
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:

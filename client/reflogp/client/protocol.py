@@ -178,7 +178,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
-        raise UsageError(f"each key must have 16 bytes, as returned by sequence_keys: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"keys must be 16 bytes long, like those from sequence_keys: {str(error).splitlines()[0]}") from error
     table = pa.table([column], schema=QUESTION)
     parts: list[Lookup] = []
     at, most = 0, _VALUE_KEYS_AT_ONCE if values else _KEYS_AT_ONCE
@@ -332,7 +332,7 @@ def check_whole(response: httpx.Response, file: IO[bytes]) -> None:
     """Raise httpx.RemoteProtocolError if the response in a file is shorter or longer than its Content-Length."""
     announced = response.headers.get("content-length", "")
     if announced.isdigit() and file.tell() != int(announced):
-        raise httpx.RemoteProtocolError(f"{file.tell()} of {announced} bytes were received")
+        raise httpx.RemoteProtocolError(f"received {file.tell()} bytes, but the Content-Length is {announced}")
 
 
 def is_busy(answer: Outcome) -> bool:

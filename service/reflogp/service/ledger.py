@@ -401,7 +401,7 @@ class Ledger:
             row = db.execute("select deaths from job where id = ?", [job]).fetchone()
             deaths = int(row["deaths"]) if row else 0
             if changed.rowcount and limit is not None and deaths >= limit:
-                error = f"{deaths} workers died one after the other without making progress; {note}"
+                error = f"{deaths} workers died in a row without making progress; {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
             _requeue(db, "id = ? and state = 'running'", note, job)

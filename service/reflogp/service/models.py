@@ -69,9 +69,11 @@ class DatasetSpec(BaseModel):
     @model_validator(mode="after")
     def _exactly_one(self) -> DatasetSpec:
         if sum(source is not None for source in (self.upload, self.path, self.uri)) != 1:
-            raise ValueError("specify the dataset by exactly one of upload, path and uri")
+            raise ValueError("set exactly one of `upload`, `path` and `uri`")
         if self.config is not None and self.uri is None:
-            raise ValueError("only a dataset on the Hub has configs: specify it by its uri, hf://datasets/ORGANISATION/NAME")
+            raise ValueError(
+                "only a dataset on the Hub has configs: to use `config`, set `uri` to hf://datasets/ORGANISATION/NAME"
+            )
         return self
 
 
@@ -212,7 +214,7 @@ class Jobs(BaseModel):
 
     jobs: list[Job] = Field(description="Jobs on this page, newest first.")
     counts: dict[JobState, int] = Field(description="Number of jobs in each state, across all pages.")
-    next_before: str | None = Field(description="Value of `before` for the next page; None on the last page.")
+    next_before: str | None = Field(description="Value of `before` for the next page; null on the last page.")
 
 
 class Histogram(BaseModel):
@@ -227,7 +229,9 @@ class Outlier(BaseModel):
 
     row: int = Field(description="Number of the row in the dataset, starting at 0.")
     why: str = Field(description="What is unusual about the row.")
-    value: float = Field(description="The unusual value in nats: a mean log-prob per token, or a margin.")
+    value: float = Field(
+        description="The unusual value in nats: a mean log-prob per token, or a margin (chosen minus rejected)."
+    )
     prompt: str = Field(description="Text of the row's prompt, shortened.")
     completions: dict[str, str] = Field(
         description="Texts of the row's completions by column (chosen, rejected, completion), shortened."
@@ -252,7 +256,7 @@ class Report(BaseModel):
         description="Histograms of mean log-probs per token (chosen and rejected, or completion), and of margins (chosen minus"
         " rejected)."
     )
-    outliers: list[Outlier] = Field(description="Rows with unusual values, up to four of each kind.")
+    outliers: list[Outlier] = Field(description="Rows with unusual values, up to four for each reason in `why`.")
     bad_rows: list[RowProblem] = Field(description="The first hundred rows without values. The result lists all such rows.")
     dropped_rows: int = Field(
         description="Number of rows that were dropped because their prompt alone fills max_length. Training drops them too."
@@ -265,7 +269,7 @@ class Upload(BaseModel):
     name: str = Field(description="Name that jobs use to refer to the upload.")
     bytes: int = Field(description="Size of the file in bytes.")
     sha256: str = Field(description="SHA-256 digest of the file.")
-    uploaded_at: datetime = Field(description="Time when the upload was complete.")
+    uploaded_at: datetime = Field(description="Time at which the upload was completed.")
 
 
 class Uploads(BaseModel):

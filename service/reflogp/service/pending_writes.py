@@ -152,6 +152,6 @@ class PendingWrites:
             try:
                 write.then(result)
             except Exception:
-                logger.exception("the callback after a write to the job ledger failed", extra={"job": job})
+                logger.exception("a callback failed after a write to the job ledger", extra={"job": job})
         del self._writes[job]
         return True

@@ -218,7 +218,7 @@ class Pool:
             try:
                 await self._on_death(worker, reason)
             except Exception:  # the job is later found to be running without a worker, and is queued again
-                logger.exception("could not handle the end of worker %d", worker.number)
+                logger.exception("could not requeue the work of worker %d after it ended", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
@@ -230,7 +230,7 @@ class Pool:
             while (frame := await process.receive()) is not None:
                 await self._take(worker, *frame)
         except Exception:  # a bug here must not leave the service without a worker
-            logger.exception("could not handle a frame from worker %d", worker.number)
+            logger.exception("could not handle a message from worker %d", worker.number)
             worker.kill("the service could not handle a message from the worker (see the log)")
         reason = await process.wait()
         return worker.killed_for or worker.last_error or reason

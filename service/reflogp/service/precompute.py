@@ -43,7 +43,7 @@ from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import JobOrder
-from reflogp.store.texts import hide_secrets, shortened_without_secrets
+from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +156,8 @@ class Precompute:
             self._flusher.cancel()
         if not await self._pending.flush():
             logger.error(
-                "could not record the state of %d jobs; they continue when the service is started again",
-                len(self._pending.jobs),
+                "could not record the state of %s; unfinished jobs continue when the service is started again",
+                counted(len(self._pending.jobs), "job"),
             )
 
     @property
@@ -266,7 +266,9 @@ class Precompute:
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(
-                404, f"there is no job {job_id}", "GET /v1/jobs lists all jobs; a job is deleted keep_days days after it ends"
+                404,
+                f"there is no job {job_id}",
+                "GET /v1/jobs lists all jobs; ended jobs are deleted after some days (the service's setting keep_days)",
             )
         return job
 
@@ -315,7 +317,9 @@ class Precompute:
         file = self._report_file(job_id)
         if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
             raise Problem(
-                413, f"the report is larger than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which covers every row"
+                413,
+                f"the report is larger than {MAX_REPORT_BYTES:,} bytes",
+                "fetch the values of all rows instead: GET /v1/jobs/ID/result",
             )
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
@@ -375,7 +379,7 @@ class Precompute:
 
         def recorded(deaths: int) -> None:
             if deaths >= _DEATHS:
-                self._ended(job, "failed", f"{deaths} workers died one after the other", True)
+                self._ended(job, "failed", f"{deaths} workers died in a row", True)
             else:
                 self._notify(job)
 
@@ -479,8 +483,8 @@ class Precompute:
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
-        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or its worker ended", known):
-            logger.info("%d jobs were recorded as running, but no worker was running them; they have been queued again", lost)
+        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or the job's worker ended", known):
+            logger.info("requeued or, if cancelled, ended %s recorded as running without a worker", counted(lost, "job"))
 
     async def _assign_once(self) -> None:
         """Assign a job to every idle worker.

@@ -95,7 +95,8 @@ class ReferenceRegistry:
         found = self._named.get(name_or_id) or by_id.get(name_or_id)
         if found is None:
             raise ReferenceNotFoundError(
-                f"this service has no model for reference {name_or_id!r}; it has: {', '.join(self._named) or 'none'}"
+                f"this service has no model for reference {name_or_id!r}; references with a model: "
+                f"{', '.join(self._named) or 'none'}"
             )
         return found
 

@@ -47,17 +47,17 @@ class ReferenceSettings(BaseModel):
     model: str = Field(description="Folder with config.json and safetensors files, a PEFT adapter's folder, or a hub id.")
     dtype: str = Field(
         "bfloat16",
-        description="Compute dtype: bfloat16, float32 or float16; bfloat16-autocast or float16-autocast (float32 weights under "
-        "torch.autocast); or checkpoint for the dtype in config.json. Part of the reference id.",
+        description="Compute dtype: `bfloat16`, `float32` or `float16`; `bfloat16-autocast` or `float16-autocast` (float32 "
+        "weights under torch.autocast); or `checkpoint` (the dtype in config.json). It is part of the reference id.",
     )
     lm_head_dtype: str | None = Field(
         None,
-        description="Dtype of the output layer. With float32, the logits are computed in float32. Part of the reference id.",
+        description="Dtype of the logits: `float32`, or the same as `dtype` (the default). It is part of the reference id.",
     )
     revision: str | None = Field(None, description="Revision of the model on the Hub.")
     trust_remote_code: bool = Field(False, description="Run the modeling code that comes with the checkpoint.")
     engine: EngineName = Field(
-        "torch", description="Engine that computes log-probs: torch, vllm, or remote (a running `vllm serve`)."
+        "torch", description="Engine that computes log-probs: `torch`, `vllm` or `remote` (a running `vllm serve`)."
     )
     vllm_python: str | None = Field(
         None, description="vllm: Python interpreter of vLLM's environment. Default: $REFLOGP_VLLM_PYTHON."
@@ -79,7 +79,7 @@ class ReferenceSettings(BaseModel):
     check_claim: bool = Field(
         True,
         description="remote: before storing any values, compare some values from the server with values computed from the "
-        "weights.",
+        "model's weights.",
     )
 
     @model_validator(mode="after")
@@ -112,7 +112,7 @@ class TokenSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(description="Name of the token's user, for logs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 digest of the token.")
-    scopes: set[Scope] = Field(description="The token's scopes: read, score, admin.")
+    scopes: set[Scope] = Field(description="The token's scopes: any of `read`, `score` and `admin`.")
 
 
 class ServerSettings(BaseSettings):
@@ -129,9 +129,9 @@ class ServerSettings(BaseSettings):
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names that clients may use to reach the service, in addition to loopback names: data.example.org, "
-        "*.example.org. Default: any name if there are tokens, otherwise none. If there are tokens, IP addresses are always "
-        "allowed.",
+        description="Host names that clients may use to reach the service, such as `data.example.org` or `*.example.org`. "
+        "Default: any name if there are tokens, otherwise none. Loopback names are always allowed. If there are tokens, so are "
+        "IP addresses.",
     )
     max_body_bytes: int = Field(
         256 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
@@ -148,7 +148,7 @@ class ServerSettings(BaseSettings):
     max_head_bytes: int = Field(
         32 << 10,
         gt=0,
-        description="Maximum size in bytes of a request's target (path and query). The same limit applies to its headers.",
+        description="Maximum size in bytes of a request's target (path and query), and also of all its headers together.",
     )
     head_seconds: float = Field(
         10.0,
@@ -168,8 +168,8 @@ class ServerSettings(BaseSettings):
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Maximum number of open requests; further requests are rejected with 503. The same number of additional "
-        "connections may be idle.",
+        description="Maximum number of open requests; further requests are rejected with 503. In addition, up to this "
+        "many connections may be idle.",
     )
     state: Path | None = Field(
         None,
@@ -178,8 +178,8 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Number of days before data is deleted: ended jobs, their results, and files that no upload or job refers "
-        "to.",
+        description="Number of days after which ended jobs, their results, and files that no upload or job refers to are "
+        "deleted.",
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
@@ -190,17 +190,17 @@ class ServerSettings(BaseSettings):
     devices: list[str] = Field(
         ["all"],
         min_length=1,
-        description="Devices to use, each with one worker process: all (every GPU, or the CPU if there is no GPU), auto, cpu, "
-        "cuda:0, …; with tensor_parallel = N, there is one worker for every N GPUs. Workers without a job of their own help "
-        "with a running job.",
+        description="Devices to use, each with one worker process: `all` (every GPU, or the CPU if there is no GPU), `auto`, "
+        "`cpu`, `cuda:0`, … With tensor_parallel = N, there is one worker for every N GPUs. Workers without a job of their own "
+        "help with a running job.",
     )
     executor: Literal["local", "ray"] = Field(
-        "local", description="Where workers run: on this machine (local) or on a Ray cluster (ray)."
+        "local", description="Where workers run: `local` (on this machine) or `ray` (on a Ray cluster)."
     )
     ray_address: str | None = Field(
         None,
-        description="Address of the Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS if set, otherwise "
-        "Ray on this machine only.",
+        description="Address of the Ray cluster: `auto`, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS. If that is not "
+        "set, the service starts Ray on this machine.",
     )
     ray_workers: int | None = Field(
         None,
@@ -257,15 +257,15 @@ class ServerSettings(BaseSettings):
         0.002,
         ge=0,
         le=1,
-        description="Time in seconds that a request waits for other requests, so that they can be computed in the same forward "
+        description="Time in seconds to wait for further requests, so that their sequences can be scored in the same forward "
         "passes.",
     )
-    max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one request.")
-    max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one request.")
+    max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one scoring request.")
+    max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one scoring request.")
     max_queued_tokens: int = Field(
         16 << 20, gt=0, description="Maximum number of tokens queued for a worker; further requests are rejected with 429."
     )
-    deadline_seconds: float = Field(300.0, gt=0, description="Deadline in seconds for requests without deadline_ms.")
+    deadline_seconds: float = Field(300.0, gt=0, description="Deadline in seconds for scoring requests without deadline_ms.")
     # datasets
     dataset_roots: list[Path] = Field(
         default_factory=list, description="Folders with datasets. Jobs may name any file or subfolder in them. Default: none."
@@ -282,7 +282,7 @@ class ServerSettings(BaseSettings):
     )
     max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; further uploads are rejected.")
     max_fetches: int = Field(
-        4, gt=0, description="Maximum number of datasets that are fetched at the same time; other jobs wait."
+        4, gt=0, description="Maximum number of datasets that are fetched at the same time; further fetches wait."
     )
     fetch_seconds: float = Field(
         3_600.0,
@@ -292,7 +292,7 @@ class ServerSettings(BaseSettings):
     body_idle_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum time in seconds that an upload or fetch may go without receiving data before it is stopped.",
+        description="An upload or fetch is stopped if it receives almost no data (less than 4 KiB) for this many seconds.",
     )
     max_row_bytes: int = Field(
         64 << 20, gt=0, description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows."
@@ -322,7 +322,7 @@ class ServerSettings(BaseSettings):
     def _hosts_are_names(cls, names: list[str]) -> list[str]:
         for name in names:
             if name == "*":
-                raise ValueError("'*' would allow requests from pages of any site; list the service's host names instead")
+                raise ValueError("'*' would allow requests from pages on any site; list the service's host names instead")
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
                 raise ValueError(f"{name!r} is not a host name; write the name without scheme, port and path")
         return names
@@ -337,7 +337,8 @@ class ServerSettings(BaseSettings):
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
             raise ValueError(
-                "with executor ray, devices must be one of all, auto, cpu or cuda; use ray_workers to set the number of workers"
+                'with executor = "ray", set devices to only one of "all", "auto", "cpu" and "cuda"; '
+                "to set the number of workers, use ray_workers"
             )
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
             raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
@@ -375,7 +376,7 @@ def _said(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting"
     if error["type"] == "missing":
-        return f"{name} is not set" + (": give --store, or `store` in the settings file" if name == "store" else "")
+        return f"{name} is not set" + (": pass --store, or set `store` in the settings file" if name == "store" else "")
     return f"{name}: {error['msg'].removeprefix('Value error, ')}"
 
 

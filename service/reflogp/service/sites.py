@@ -87,12 +87,12 @@ class SameSiteGuard:
     def _refused(self, method: str, headers: Headers) -> Problem | None:
         host = headers.get("host")
         if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit the Host header; browsers never do
-            also = "an IP address, or a name" if self._has_tokens else "or a name"
-            next_step = f"use http://127.0.0.1 or localhost, {also} listed in the setting allowed_hosts"
+            address = "an IP address" if self._has_tokens else "127.0.0.1"
+            next_step = f"use {address}, localhost, or a name listed in the setting allowed_hosts"
             return Problem(403, "the service does not accept this host name", next_step)
         if is_from_elsewhere(method, headers):
             return Problem(
-                403, "the request was made from a page of another site", "open this service's own pages, or use a client"
+                403, "the request was made from a page on another site", "open this service's own pages, or use a client"
             )
         return None
 

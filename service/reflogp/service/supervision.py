@@ -27,7 +27,7 @@ async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
             await work()
             return
         except Exception:
-            logger.exception("%s failed and will be restarted", name)
+            logger.exception('the task "%s" failed and will be restarted', name)
         if time.monotonic() - began > _QUIET:
             pause = _FIRST_PAUSE
         await asyncio.sleep(pause)

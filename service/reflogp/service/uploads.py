@@ -38,7 +38,7 @@ _LEAST_BYTES = 4 << 10
 #: Grace period after a file was received or resolved. During this time the file is not deleted, because a job that uses it may
 #: be about to be recorded.
 _GRACE = timedelta(minutes=10)
-_MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME), and wait ten minutes"
+_MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME); freeing their space may take ten minutes"
 
 
 class UploadFolder:
@@ -271,7 +271,7 @@ def _suffix_of(name: str) -> str:
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
         raise Problem(
             422,
-            "a name must consist of 1 to 200 of the characters A-Z a-z 0-9 . _ - and start with a letter or digit",
+            "a name must consist of 1 to 200 characters from A-Z a-z 0-9 . _ - and start with a letter or digit",
             "use another name",
         )
     suffix = dataset_suffix(name)

@@ -25,7 +25,7 @@ from reflogp.scoring.reports.chart_frame import (
     y_at,
 )
 from reflogp.service.models import Histogram
-from reflogp.store.texts import duration, number
+from reflogp.store.texts import counted, duration, number
 
 #: Seconds between two ticks on a time axis: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps
 #: are multiples of half a day.
@@ -50,8 +50,8 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
     most = max(values.counts)
     fullest = values.counts.index(most)
     described = (
-        f"{number(total)} values from {plain(values.edges[0])} to {plain(values.edges[-1])} {unit}. "
-        f"The tallest bar, {plain(values.edges[fullest])} to {plain(values.edges[fullest + 1])}, has {number(most)} values. "
+        f"{counted(total, 'value')} from {plain(values.edges[0])} to {plain(values.edges[-1])} {unit}. "
+        f"The tallest bar, {plain(values.edges[fullest])} to {plain(values.edges[fullest + 1])}, has {counted(most, 'value')}. "
         f"The median is about {plain(_median(values))}."
     )
     ticks = round_ticks(0, most, 3, whole=True)
@@ -92,7 +92,7 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
     rates = [rate for _, rate in points]
     end = max(points[-1][0], 1e-3)
     described = (
-        f"{len(points)} measurements over {duration(end)}: minimum {number(round(min(rates)))}, "
+        f"{counted(len(points), 'measurement')} over {duration(end)}: minimum {number(round(min(rates)))}, "
         f"maximum {number(round(max(rates)))}, latest {number(round(rates[-1]))} tokens per second."
     )
     ticks = round_ticks(0, max(*rates, 1.0), 3)

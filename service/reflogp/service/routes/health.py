@@ -21,7 +21,7 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="The word `ok` in a response from /healthz, or `ready` in one from /readyz.")
+    status: str = Field(description="`ok` in responses from /healthz, `ready` in responses from /readyz.")
     version: str = Field(description="Version of reflogp.")
 
 

@@ -68,7 +68,11 @@ def jobs_router(context: Context) -> APIRouter:
         who: str = scorer,
         idempotency_key: Annotated[
             str | None,
-            Header(max_length=200, description="Key that identifies the job. By default, a job is identified by its content."),
+            Header(
+                max_length=200,
+                description="Key that identifies the job. By default, its reference, tokenizer, dataset "
+                "and settings identify it.",
+            ),
         ] = None,
     ) -> Job:
         """Submit a job, or return the existing job if the same job was submitted before.
@@ -166,7 +170,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         status_code=202,
         summary="Cancel a job",
-        response_description="The job. If it was running, it may end a little later.",
+        response_description="The job, which may still be running for a short time.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -226,7 +230,7 @@ def jobs_router(context: Context) -> APIRouter:
         await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
         if found is None:
-            raise Problem(404, "the job has no report", "submit the dataset again with a different Idempotency-Key")
+            raise Problem(404, "the job has no report", "submit the dataset again with a new Idempotency-Key")
         return found
 
     async def _require_done(job_id: str) -> None:

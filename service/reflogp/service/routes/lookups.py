@@ -53,12 +53,12 @@ class ReferenceInfo(BaseModel):
     """A reference that is named in the service's settings or has values in its store."""
 
     name: str | None = Field(description="Name in the service's settings, or null if the reference is only in the store.")
-    reference_id: str = Field(description="Digest of the model's content and numerics.")
-    model: str = Field(description="Folder name or hub id of the model. If it was used under several names, the first of them.")
+    reference_id: str = Field(description="Id of the reference: a digest of the model's content and dtypes.")
+    model: str = Field(description="Name of the model's folder, or its hub id. If there are several, the first that was used.")
     dtype: str = Field(description="Compute dtype of the model.")
     lm_head_dtype: str = Field(description="Dtype used to compute the logits.")
-    snapshot: int | None = Field(description="Number of the latest snapshot, or null if nothing has been scored.")
-    sequences: int = Field(description="Number of rows in the latest snapshot.")
+    snapshot: int | None = Field(description="Number of the latest snapshot, or null if no values are stored.")
+    sequences: int = Field(description="Number of sequences in the latest snapshot.")
 
 
 class References(BaseModel):

@@ -104,13 +104,13 @@ def scores_router(context: Context) -> APIRouter:
         ],
         temperature: Annotated[float, Query(ge=0.01, le=100, description="Temperature: the logits are divided by it.")] = 1.0,
         cache_read: Annotated[
-            bool, Query(description="Whether to return stored values (only at temperature 1 and without a mask).")
+            bool, Query(description="Whether to return stored values (only at temperature 1 and without attention masks).")
         ] = True,
         cache_write: Annotated[
-            bool, Query(description="Whether to store computed values (only at temperature 1 and without a mask).")
+            bool, Query(description="Whether to store computed values (only at temperature 1 and without attention masks).")
         ] = False,
         deadline_ms: Annotated[
-            int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait, in milliseconds.")
+            int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait for the values, in milliseconds.")
         ] = None,
     ) -> Any:
         """Return log-probs of completions, given their prompts.

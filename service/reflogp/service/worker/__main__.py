@@ -338,7 +338,7 @@ class Worker:
             found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
             if found.reference_id != reference_id:
                 raise ContentMismatchError(
-                    f"{place.model} has changed since the service started: it is now reference {found.reference_id}, not "
+                    f"{place.model} has changed since the service started: its reference id is now {found.reference_id}, not "
                     f"{reference_id}; restore the old files, or restart the service"
                 )
             self._references[reference_id] = found

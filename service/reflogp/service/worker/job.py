@@ -276,7 +276,9 @@ def _attempt(
     def open_image(path: str) -> int:
         nonlocal image_files
         if order.root is None:
-            raise RowError("the row names an image file, but an uploaded dataset must contain its images as bytes or data URIs")
+            raise RowError(
+                "the row names an image file, but an uploaded or fetched dataset must contain its images as bytes or data URIs"
+            )
         image_files = True
         return open_below(path)
 
