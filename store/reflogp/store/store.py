@@ -247,7 +247,7 @@ def choose_reference(
     Args:
         store: the store to search for the model.
         model: folder or hub id of the model.
-        dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model was scored into the store.
+        dtype: a dtype that describe_reference accepts, or "auto" for the dtype of the model's log-probs in the store.
         otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
         lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None
             means the dtype of the logits in the store.

@@ -88,7 +88,7 @@ def fill_in(
         columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
             column name.
         tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
-        dtype: dtype in which the reference was scored.
+        dtype: dtype in which the reference log-probs were computed.
 
     Returns:
         the reason why the trainer's model cannot compute the log-probs, or an empty string if the log-probs were written.

@@ -38,7 +38,7 @@ class ReferenceSource:
             wrote (….parquet).
         model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
             are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which the reference was scored, spelled as in `reflogp score --dtype`. The reference id depends on the
+        dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id depends on the
             dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the dtype in which
             the location has values of the model, if there is only one. If there are several, it selects the dtype in which the
             run computes, which must be one of them. If the location has no values of the model, "auto" also selects the run's
@@ -50,7 +50,7 @@ class ReferenceSource:
             command that scores the rows. With "score", the service scores the rows and stores their values before training
             begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If the model has
             no adapter, its weights must still equal the reference's.
-        lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
+        lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
         reference: name of the reference model in a service, in place of `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
         score_timeout: maximum number of seconds that on_miss="score" may take. If None, there is no limit, but an error is
