@@ -59,7 +59,7 @@ def test_values_of_a_plain_dtype_are_refused_with_the_command_that_helps(
     with pytest.raises(StepZeroError) as refused:
         trainer.train()
     message = str(refused.value)
-    assert f"was scored in {dtype}, but the policy computes in {AUTOCAST} (float32 weights under torch.autocast" in message
+    assert f"were computed in {dtype}, but the policy computes in {AUTOCAST} (float32 weights under torch.autocast" in message
     [command] = [part for part in message.split("`") if part.startswith("reflogp score")]
     words = [str(data_file) if word == "DATA" else word for word in shlex.split(command)[1:]]
     assert reflogp(*words)[0] == 0
