@@ -179,7 +179,7 @@ class TestDtypeNotGiven:
         score_pairs(reference_folder, data_file, tmp_path / "store", "float32")
         source = ReferenceSource(tmp_path / "store", model=str(reference_folder))
         half = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16)
-        with pytest.raises(StepZeroError, match="scored in float32, but the policy computes in bfloat16"):
+        with pytest.raises(StepZeroError, match="computed in float32, but the policy computes in bfloat16"):
             cached_trainer({"reference": source, "model": half}).train()
         caplog.clear()
         trainer = cached_trainer({"reference": source, "model": half, "step_zero_tolerance": 1.0})
