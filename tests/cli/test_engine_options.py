@@ -67,7 +67,7 @@ def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder
     claim.write_text(describe_reference(str(reference_folder), "bfloat16").to_json())
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", claim)
     assert code == 2
-    assert "--dtype float32: the claimed reference has bfloat16; omit the option" in err
+    assert "--dtype float32: the reference given with --claim has dtype bfloat16; omit the option" in err
 
 
 def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp_path):
@@ -75,7 +75,7 @@ def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp
     command[1] = str(tmp_path / "tokenizer")
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000")
     assert code == 2
-    assert "if the weights are on another machine, give their reference with --claim" in err
+    assert "if the weights are on another machine, name the reference with --claim" in err
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_another_model_that_runs_in_a_training_step(audited, policy):
                 reference(inputs["input_ids"])
             return super()._compute_loss(model, inputs, return_outputs)
 
-    with pytest.raises(AuditError, match=r"LlamaForCausalLM with [\d,]+ parameters ran 1 times in a training step"):
+    with pytest.raises(AuditError, match=r"LlamaForCausalLM with [\d,]+ parameters ran 1 time in a training step"):
         audited(Scoring).train()
 
 

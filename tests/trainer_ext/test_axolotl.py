@@ -206,7 +206,7 @@ def test_another_template_is_other_rows(train, store, tmp_path):
 @pytest.mark.parametrize(
     ("options", "section", "why"),
     [
-        ({"rl": "orpo"}, {}, "rl: orpo does not use reference log-probs"),
+        ({"rl": "orpo"}, {}, "rl is orpo, but stored reference log-probs can be used only with"),
         ({"load_in_8bit": True, "adapter": "lora", "lora_r": 4}, {}, "with load_in_8bit, the reference may differ from"),
         ({"trainer_cls": "trl.DPOTrainer"}, {}, "trainer_cls trl.DPOTrainer does not use stored values"),
         ({}, {"on_miss": "score"}, "on_miss='score' needs a running service"),

@@ -61,7 +61,7 @@ def test_an_error_tells_other_tokens_from_another_model(rows, reference, referen
     shifted = [{name: [token + 1 if token >= 0 else token for token in ids] for name, ids in row.items()} for row in rows[:8]]
     datasets = {"train": LabelledColumns(Dataset.from_list(shifted), COLUMNS)}
     source = ReferenceSource(reference.joins["train"].where.store, model=str(reference_folder), dtype="float32")
-    with pytest.raises(MissingLogpsError, match=r"No row was found\. .* the chat template"):
+    with pytest.raises(MissingLogpsError, match=r"None of the rows was found\. .* the chat template"):
         BatchReference(source, datasets, tmp_path)
     other = ReferenceSource(source.location, model=str(reference_folder), dtype="bfloat16")
     with pytest.raises(MissingLogpsError, match=r"\(.* in bfloat16 was never scored: .*; it has: .*\)\. Score them: "):

@@ -129,8 +129,8 @@ def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
         cached_trainer({"train_dataset": more, "reference": source})
     assert caught.value.rows == [80, 81, 82]
     assert "rows 80, 81, 82" in str(caught.value)
-    assert "No row was found" not in str(caught.value)
-    with pytest.raises(MissingLogpsError, match=r"No row was found\. .* check that the tokenizer and the chat template"):
+    assert "None of the rows was found" not in str(caught.value)
+    with pytest.raises(MissingLogpsError, match=r"None of the rows was found\. .* the tokenizer and the chat template"):
         cached_trainer({"train_dataset": Dataset.from_list(pair_rows[120:123]), "reference": source})
     words = caught.value.command.split()
     assert words[:2] == ["reflogp", "score"]

@@ -417,7 +417,7 @@ class TestAudit:
             return score(*args, **kwargs)
 
         trainer._calculate_rewards = scored_twice
-        with pytest.raises(AuditError, match="ran 1 times in a training step"):
+        with pytest.raises(AuditError, match="ran 1 time in a training step"):
             trainer.train()
 
     def test_a_reward_model_may_run(self, settings, models, tokenizer, tmp_path):

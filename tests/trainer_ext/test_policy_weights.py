@@ -196,7 +196,7 @@ class TestAPolicyThatIsNotFinite:
         model = policy()
         model.lm_head.weight.data[5] = float("nan")
         found = self.seen(cached_trainer({"model": model}), tmp_path, caplog)
-        assert "the policy's own log-probs of 8 sequences of the first batch are not finite" in found["step_zero"][0]
+        assert "the policy's log-probs of 8 sequences in the first batch are not finite" in found["step_zero"][0]
 
     def test_while_it_trains(self, cached_trainer, tmp_path, caplog):
         class Breaks(TrainerCallback):

@@ -59,7 +59,7 @@ def test_values_of_a_plain_dtype_are_refused_with_the_command_that_helps(
     with pytest.raises(StepZeroError) as refused:
         trainer.train()
     message = str(refused.value)
-    assert f"was scored in {dtype}, but the policy computes in {AUTOCAST} (float32 weights under torch.autocast" in message
+    assert f"were computed in {dtype}, but the policy computes in {AUTOCAST} (float32 weights under torch.autocast" in message
     [command] = [part for part in message.split("`") if part.startswith("reflogp score")]
     words = [str(data_file) if word == "DATA" else word for word in shlex.split(command)[1:]]
     assert reflogp(*words)[0] == 0
@@ -179,7 +179,7 @@ class TestDtypeNotGiven:
         score_pairs(reference_folder, data_file, tmp_path / "store", "float32")
         source = ReferenceSource(tmp_path / "store", model=str(reference_folder))
         half = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16)
-        with pytest.raises(StepZeroError, match="scored in float32, but the policy computes in bfloat16"):
+        with pytest.raises(StepZeroError, match="computed in float32, but the policy computes in bfloat16"):
             cached_trainer({"reference": source, "model": half}).train()
         caplog.clear()
         trainer = cached_trainer({"reference": source, "model": half, "step_zero_tolerance": 1.0})

@@ -20,6 +20,7 @@ from reflogp.cli.exports import (
 )
 from reflogp.client.errors import RowsWithoutValuesError
 from reflogp.store import UsageError
+from reflogp.store.texts import counted
 
 Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
 
@@ -45,19 +46,21 @@ def export(
         str | None,
         typer.Option(
             "--hash",
-            help="open-instruct: the hash in the name of this run's cache file. open-instruct logs 'Reference logprobs cache "
-            "path: …/<hash>.pt'; with --cache_dataset_only, it stops soon after this line.",
+            help="open-instruct: the hash in the name of the training run's cache file. To find it, run open-instruct with "
+            "--cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
         ),
     ] = None,
     loss_type: Annotated[
         LossType | None,
-        typer.Option(help="open-instruct: the run's --loss_type. dpo and wpo use sums; dpo_norm uses means over tokens."),
+        typer.Option(
+            help="open-instruct: the training run's --loss_type. dpo and wpo use sums; dpo_norm uses means over tokens."
+        ),
     ] = None,
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="megatron-bridge: JSON file with the object that the training run expects in scoring_metadata.json. This is "
-            "the return value of its expected_scoring_metadata(config)."
+            help="megatron-bridge: JSON file with the metadata that the training run expects in scoring_metadata.json: the "
+            "return value of Megatron-Bridge's expected_scoring_metadata(config)."
         ),
     ] = None,
     as_json: options.AsJson = False,
@@ -92,7 +95,7 @@ def export(
         counts = {"rows": len(pairs), "written": len(pairs), "missing": 0, "missing_row_numbers": []}
         print_json({"stack": stack, **counts, "files": [str(file) for file in files], **values})
     else:
-        out.print(f"{len(pairs):,} pairs written for {stack}: {', '.join(map(str, files))}")
+        out.print(f"{counted(len(pairs), 'pair')} written for {stack}: {', '.join(map(str, files))}")
 
 
 def _check_options(stack: Stack, given: dict[str, Any]) -> None:
@@ -133,5 +136,5 @@ def _read_object(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"--metadata {file} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UsageError(f"--metadata {file} is not a JSON object")
+        raise UsageError(f"--metadata {file} does not contain a JSON object")
     return value

@@ -67,7 +67,7 @@ def ls(
     Example: reflogp jobs ls http://127.0.0.1:8311 --state running
     """
     if state is not None and state not in get_args(JobState):
-        raise UsageError(f"--state {state}: use one of {', '.join(get_args(JobState))}")
+        raise UsageError(f"--state {state}: unknown state; choose from {', '.join(get_args(JobState))}")
     with Client(url, token) as client:
         page = client.jobs(state, before, limit)  # type: ignore[arg-type]
     if as_json:
@@ -77,7 +77,7 @@ def ls(
         _print(_listed(page.jobs, narrow=out.is_terminal and out.width < _WIDE))
     out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
     if page.next_before:
-        out.print(f"to list older jobs: --before {page.next_before}")
+        out.print(f"list older jobs with --before {page.next_before}")
 
 
 @app.command("show")
@@ -106,7 +106,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
     """
     with Client(url, token) as client:
         found = client.cancel(job)
-    ending = "" if found.finished else ": the job ends after its current forward pass"
+    ending = "" if found.finished else "; it will be cancelled after its current forward pass"
     _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
 
 

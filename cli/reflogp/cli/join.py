@@ -12,6 +12,7 @@ from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
+from reflogp.store.texts import counted
 
 
 @takes_score_arguments
@@ -43,7 +44,8 @@ def join(
     print_left_out(summary, at)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
-        err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were skipped: {named}", style="yellow")
+        skipped = counted(summary.missing, "row")
+        err.print(f"skipped {skipped} without values in snapshot {summary.snapshot}: {named}", style="yellow")
         err.print(f"score them: {arguments.command()}", markup=False)
     if as_json:
         print_json(summary.as_dict())

@@ -15,7 +15,7 @@ from reflogp.store.windows import TrainerSettings
 
 _Own = ParamSpec("_Own")
 
-Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors, or a hub id.")]
+Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors files, or a hub id.")]
 Data = Annotated[
     str,
     typer.Argument(
@@ -27,8 +27,8 @@ Data = Annotated[
 Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]
 Split = Annotated[str, typer.Option(help="Split to read from a hub dataset or a saved DatasetDict.")]
 _DTYPES = (
-    "bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (bf16=True, "
-    "fp16=True); or checkpoint for the dtype in config.json"
+    "bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (as with a "
+    "trainer's bf16=True or fp16=True); or checkpoint for the dtype in config.json"
 )
 Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. Part of the reference id.")]
 StoreDtype = Annotated[
@@ -52,8 +52,8 @@ MaxLength = Annotated[
 TruncationMode = Annotated[
     str,
     typer.Option(
-        help="Part to keep of a sequence that exceeds --max-length: keep_start, or keep_end (needs one scoring run per "
-        "max_length)."
+        help="Which part of a sequence to keep if it exceeds --max-length: keep_start, or keep_end (which needs a separate "
+        "scoring run for each max_length)."
     ),
 ]
 Form = Annotated[

@@ -11,13 +11,17 @@ from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
+from reflogp.store.texts import counted
 
 
 @takes_score_arguments
 def report(
     arguments: ScoreArguments,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Folder to write to: a new folder, or the folder of an earlier report.")
+        str,
+        typer.Option(
+            "--output", "-o", help="Folder to write to: a new folder, or the folder of an earlier report, which is replaced."
+        ),
     ],
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
@@ -43,7 +47,7 @@ def report(
     print_left_out(summary, at)
     if summary.missing:
         err.print(
-            f"{summary.missing:,} rows have no values in snapshot {summary.snapshot}; score them: {command}",
+            f"{counted(summary.missing, 'row')} without values in snapshot {summary.snapshot}; to add the values: {command}",
         )
     if as_json:
         print_json(summary.as_dict())

@@ -152,7 +152,7 @@ def _require_weights(model: str, revision: str | None) -> None:
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
-        raise UsageError(f"{error}; if the weights are on another machine, give their reference with --claim") from error
+        raise UsageError(f"{error}; if the weights are on another machine, name the reference with --claim") from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
@@ -160,7 +160,9 @@ def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":
-            raise UsageError(f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; omit the option")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {given}: the reference given with --claim has {name} {claimed}; omit the option"
+            )
 
 
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:

@@ -22,7 +22,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
     from reflogp.scoring.data.shape import FORMATS
 
     if arguments.form is not None and arguments.form not in FORMATS:
-        raise UsageError(f"--format {arguments.form}: use one of {', '.join(FORMATS)}")
+        raise UsageError(f"--format {arguments.form}: unknown format; choose from {', '.join(FORMATS)}")
     return RowSource(arguments.data, arguments.split)
 
 

@@ -34,7 +34,8 @@ def serve(
         str | None, typer.Option(help="Name of a model that is loaded at startup and kept in memory.", metavar="NAME")
     ] = None,
     state: Annotated[
-        str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
+        str | None,
+        typer.Option(help="Folder for jobs and results. Default: a folder in ~/.local/state/reflogp.", metavar="DIR"),
     ] = None,
     config: Annotated[
         str | None, typer.Option("--config", help="TOML file with settings; flags take precedence.", metavar="FILE")

@@ -25,6 +25,7 @@ from reflogp.store.compaction import RETENTION_HOURS
 from reflogp.store.exchange import Imported
 from reflogp.store.hub import pull, push_table
 from reflogp.store.storage import PLACES
+from reflogp.store.texts import counted
 
 T = TypeVar("T")
 
@@ -152,7 +153,11 @@ def vacuum_(
     reference: ReferenceId = None,
     retention_hours: Annotated[
         int,
-        typer.Option(min=0, help="Keep files for this many hours, because readers of older snapshots may still need them."),
+        typer.Option(
+            min=0,
+            help="Keep replaced shards and files of crashed writers for this many hours. Readers of older snapshots may need "
+            "the replaced shards.",
+        ),
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, but delete nothing.")] = False,
     alone: Annotated[
@@ -172,7 +177,7 @@ def vacuum_(
     def work(table: LogprobTable) -> tuple[str, list[str]]:
         files = vacuum(table, retention_hours, dry_run=dry_run, alone=alone)
         if not as_json:
-            out.print(f"{table.reference.reference_id}: {len(files)} files {'would be ' if dry_run else ''}deleted")
+            out.print(f"{table.reference.reference_id}: {counted(len(files), 'file')} {'would be ' if dry_run else ''}deleted")
         return table.reference.reference_id, files
 
     deleted = dict(tables.each(work))
@@ -201,7 +206,7 @@ def export(
     if as_json:
         print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
     else:
-        out.print(f"{rows:,} sequences in {files} files written to {folder}")
+        out.print(f"{counted(rows, 'sequence')} in {counted(files, 'file')} written to {folder}")
 
 
 @app.command("import")
@@ -250,9 +255,10 @@ def push(
     if as_json:
         print_json({"repository": repository, **asdict(done)})
     elif done.changed:
-        out.print(f"{done.rows:,} sequences in {done.files} files pushed to {repository}, commit {done.commit}")
+        pushed = f"{counted(done.rows, 'sequence')} in {counted(done.files, 'file')}"
+        out.print(f"{pushed} pushed to {repository}, commit {done.commit}")
     else:
-        out.print(f"{repository} already has these {done.rows:,} sequences, in commit {done.commit}")
+        out.print(f"{repository} already has these {done.rows:,} sequences in commit {done.commit}")
 
 
 @app.command("pull")
@@ -304,7 +310,8 @@ class _Tables:
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
             raise UsageError(
-                f"--reference {reference} matches {len(self.references)} references in {store.uri}; the store has: {there}"
+                f"--reference {reference} must match exactly one reference, but matches {len(self.references)} in {store.uri}; "
+                f"the store has: {there}"
             )
 
     def only(self, holder: str) -> LogprobTable:
@@ -315,7 +322,7 @@ class _Tables:
         """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
-            raise UsageError(f"{holder} can contain only one reference; choose one with --reference: {names}")
+            raise UsageError(f"{holder} can contain only one reference; choose one with --reference. The store has: {names}")
         return self._store.table(self.references[0].reference_id)
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:

@@ -49,7 +49,7 @@ def submit(
     ] = None,
     max_length: options.MaxLength = None,
     truncation_mode: Annotated[
-        TruncationMode, typer.Option(help="Part to keep of a sequence that exceeds --max-length.")
+        TruncationMode, typer.Option(help="Which part of a sequence to keep if it exceeds --max-length.")
     ] = "keep_start",
     ld_alpha: Annotated[
         float | None,
@@ -72,8 +72,8 @@ def submit(
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Key of your choice that identifies the job. Not needed for retries, because the same data and settings give "
-            "the same job.",
+            help="Key of your choice that identifies the job. By default, the data and settings identify it, so submitting "
+            "them again returns the same job.",
             metavar="KEY",
         ),
     ] = None,
@@ -106,7 +106,10 @@ def submit(
         )
         err.print(f"job {job.id}; open it in a browser: {client.url}/jobs/{job.id}")
         if job.finished:
-            err.print("this job has already finished, so nothing was run (to run it again, use --idempotency-key KEY)")
+            err.print(
+                "this job has already finished, so no new job was started (to run it again, pass a new key with "
+                "--idempotency-key)"
+            )
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:

@@ -244,7 +244,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
         if self.reference.on_miss == "compute":
-            raise UsageError("on_miss='compute' needs rows that can be read twice, but a stream can be read only once")
+            raise UsageError("on_miss='compute' reads rows twice, but a stream can be read only once: use 'error' or 'score'")
         if isinstance(where, NothingScored):
             raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
         self._record(name, JoinRecord(where, settings))

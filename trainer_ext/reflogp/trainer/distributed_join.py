@@ -73,7 +73,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
     assert chosen is not None
     if numerics(chosen) != dtype and Rank.here().rank == 0:
         there = f"{source.location} has values of {source.model} only in this dtype, but the policy computes in {dtype}"
-        logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
+        logger.warning("using reference log-probs in %s: %s", numerics(chosen), there)
     return source.of(chosen)
 
 

@@ -347,7 +347,8 @@ def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.T
 
 #: Advice for when every row of a dataset is missing: the tokens probably differ, and scoring the rows would hide the cause.
 NONE_FOUND = (
-    "No row was found. If the rows were scored before, first check that the tokenizer and the chat template are the same. "
+    "None of the rows was found. If they were scored before, first check that the tokenizer and the chat template are "
+    "still the same. "
 )
 
 

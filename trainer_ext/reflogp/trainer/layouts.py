@@ -127,7 +127,7 @@ def save_table(table: pa.Table) -> Path:
             partial.replace(file)
     except OSError as error:
         raise UsageError(
-            f"the cache folder {folder} cannot be written ({error.strerror or error}); set $REFLOGP_CACHE_DIR to a "
+            f"the cache folder {folder} cannot be written to ({error.strerror or error}); set $REFLOGP_CACHE_DIR to a "
             "writable folder"
         ) from error
     return file

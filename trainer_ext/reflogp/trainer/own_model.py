@@ -122,11 +122,11 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
     empty string if no difference was found. Only the first rows of each weight tensor are compared."""
     unknown = "no row has stored values to check this trainer's model against"
     if trainer.reference.model is None:
-        return f"{unknown}, and ReferenceSource has no model="
+        return f"{unknown}, and weights can be compared only if ReferenceSource has model="
     folder = resolve_model(trainer.reference.model)
     checkpoint = read_checkpoint(folder)
     if checkpoint.adapter is not None:
-        return f"{unknown}, and {folder} is an adapter"
+        return f"{unknown}, and the weights cannot be compared because {folder} is an adapter"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     own = {_name_in_files(name): parameter for name, parameter in policy.named_parameters() if parameter.ndim}
     compared = 0

@@ -106,7 +106,10 @@ class RemoteReference(ReferenceDuringTraining):
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
         if not source.is_service:
-            raise UsageError(f"{source.location} is not a service, but only a service can score newly generated text")
+            raise UsageError(
+                f"{source.location} is not a service, but only a service can score newly generated text: pass an http:// "
+                "address"
+            )
         if not deadline > 0:
             raise UsageError(f"deadline={deadline}: must be a number of seconds above 0")
         self.traffic = Traffic()
@@ -117,7 +120,9 @@ class RemoteReference(ReferenceDuringTraining):
         self.where = self._values.where
         ids = sorted({where.reference_id for where in gather(self.where)})
         if len(ids) > 1:
-            raise ReferenceChangedError(f"the processes of this run see different references: {', '.join(ids)}")
+            raise ReferenceChangedError(
+                f"the service gave the processes of this run different references ({', '.join(ids)}): start the run again"
+            )
 
     def __repr__(self) -> str:
         where, traffic = self.where, self.traffic

@@ -95,7 +95,7 @@ class ReferenceSource:
                 "reference= is the name of a model in a service; for a store, pass model= or reference_id= instead"
             )
         if not self.is_file and model is None and reference_id is None and reference is None:
-            raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
+            raise UsageError("ReferenceSource needs model= (a folder or hub id), reference_id= or, for a service, reference=")
         self.model = model
         self._lm_head_dtype = lm_head_dtype
         self.chooses_dtype = model is not None and dtype == AUTO and reference_id is None
@@ -206,12 +206,13 @@ class ReferenceSource:
         """Return advice on how to get this reference's values in the given dtype, as a sentence without a full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"
-            return f'Set dtype = "{dtype}" for the reference in the service\'s settings ([references.{name}]) and score again'
+            setting = f"the service's settings ([references.{name}])"
+            return f'Set dtype = "{dtype}" for the reference in {setting} and score the data again'
         if self.is_file:
             command = ScoreArguments(str(self.model or "MODEL"), "DATA", "STORE", dtype).command()
-            return f"Score in {dtype} (`{command}`) and run `reflogp join` again with --dtype {dtype}"
+            return f"Score the data in {dtype} (`{command}`) and run `reflogp join` again with --dtype {dtype}"
         named = f'dtype="{dtype}"' if self.model is not None else "the new reference_id"
-        return f"Score in {dtype} (`{self.score_command(dtype)}`) and pass {named} to ReferenceSource"
+        return f"Score the data in {dtype} (`{self.score_command(dtype)}`) and pass {named} to ReferenceSource"
 
 
 def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:

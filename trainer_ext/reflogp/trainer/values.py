@@ -234,7 +234,7 @@ class ServiceValues:
                 file,
                 self.reference.name or self.reference.reference_id,
                 format="tokens",
-                title="rows without values in a trainer",
+                title="missing rows of a training run",
                 **settings.scored_apart,
             )
         self.client.watch(job.id, on_change, timeout=timeout, check=True)
@@ -312,7 +312,7 @@ class FileValues:
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         raise UsageError(
-            f"{self.where.store} contains only sums, but the values of individual tokens are needed: use a store as the source"
+            f"{self.where.store} contains only sums, but the values of individual tokens are needed: use a store or a service"
         )
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:

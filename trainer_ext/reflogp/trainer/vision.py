@@ -87,7 +87,7 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
         )
     if source.on_miss != "error":
         raise UsageError(
-            f"on_miss={source.on_miss!r} supports only text; score pairs with images with `reflogp score` before training"
+            f"on_miss={source.on_miss!r} supports only text; run `reflogp score` on the pairs with images before training"
         )
 
 
@@ -186,7 +186,10 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
-        raise UsageError(f"the config of {type(trainer.model).__name__} does not name an image token (image_token_id)")
+        raise UsageError(
+            f"the config of {type(trainer.model).__name__} does not name an image token (image_token_id), which reflogp needs "
+            "for pairs with images"
+        )
 
     def work() -> Any:
         if Rank.here().local_rank:

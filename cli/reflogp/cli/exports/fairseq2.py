@@ -31,19 +31,22 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
     """
     if file.suffix != ".jsonl":
-        raise UsageError(f"the output {file} would be JSON Lines; give it a name that ends in .jsonl, as fairseq2 expects")
+        raise UsageError(f"the name of the output {file} must end in .jsonl, as fairseq2 expects")
     lacking = [name for name in _FIELDS if name not in pairs.own_columns]
     if lacking:
         kept = (
             "a job's result does not contain the dataset's columns, so use `reflogp join`"
             if not pairs.own_columns
-            else "join a dataset that has the missing columns"
+            else "join a dataset that has these columns"
         )
-        raise UsageError(f"{pairs.file} has no column {', '.join(lacking)}, which fairseq2 reads; {kept}")
+        raise UsageError(f"{pairs.file} lacks columns that fairseq2 reads ({', '.join(lacking)}); {kept}")
     pairs.refuse_truncated("fairseq2", "does not truncate sequences (it drops those that are too long)")
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
-        raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 treats as missing: {named_rows(np.flatnonzero(zero))}")
+        raise UsageError(
+            f"{pairs.file} has sums of 0, which fairseq2 treats as missing ({named_rows(np.flatnonzero(zero))}); remove each "
+            "listed row from the dataset and join it again"
+        )
     scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
     with write_atomically(file) as partial, partial.open("w", encoding="utf-8") as out:
         for number, (row, chosen, rejected) in enumerate(scores):

@@ -65,7 +65,8 @@ class JoinedPairs:
         """Raise UsageError if the join used a max_length: the sums may then exclude a completion's last tokens."""
         if self.max_length is not None:
             raise UsageError(
-                f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join it without --max-length"
+                f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join the dataset again without "
+                "--max-length"
             )
 
 
@@ -89,17 +90,17 @@ def read_pairs(file: Path) -> JoinedPairs:
     except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{file} is not a Parquet file that `reflogp join` or a job wrote: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
-        raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join rows with prompt, chosen and rejected")
+        raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
     is_result = ROW_COLUMN not in names and "error" in names
     row_column = "row" if is_result else ROW_COLUMN
     needed = (*_LOGPS, *_TOKENS, row_column)
-    lacking = [name for name in needed if name not in names] or (["number of rows"] if expected is None else [])
+    lacking = [name for name in needed if name not in names] or (["the number of rows"] if expected is None else [])
     if lacking:
-        raise UsageError(f"{file} has no {', '.join(lacking)}; write it again with this version of reflogp")
+        raise UsageError(f"{file} lacks {', '.join(lacking)}; write the file again with this version of reflogp")
     if ld_alpha is not None:
         raise UsageError(
-            f"{file} was joined with ld_alpha {ld_alpha}, but exports need sums in which every token has the weight 1; join it "
-            "again without ld_alpha"
+            f"{file} was joined with ld_alpha {ld_alpha}, but exports need sums in which every token has the weight 1; join "
+            "the dataset again without --ld-alpha"
         )
     with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])
@@ -110,7 +111,7 @@ def read_pairs(file: Path) -> JoinedPairs:
     chosen, rejected = (np.asarray(table[name].to_numpy(), np.float32) for name in _LOGPS)
     bad = ~(np.isfinite(chosen) & np.isfinite(rejected))
     if bad.any():
-        raise UsageError(f"{file} has values that are not finite, in {named_rows(rows[bad])}; join it again")
+        raise UsageError(f"{file} has values that are NaN or infinite ({named_rows(rows[bad])}); join the dataset again")
     added = {*needed, *_KEYS, *(["error"] if is_result else [])}
     return JoinedPairs(
         file,

@@ -52,11 +52,12 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:
         raise UsageError(
-            f"the metadata lacks {', '.join(lacking)}, which Megatron-Bridge compares with the training run's metadata"
+            f"--metadata: the JSON object lacks {', '.join(lacking)}; pass the complete return value of Megatron-Bridge's "
+            "expected_scoring_metadata(config)"
         )
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
-        raise UsageError(f"the metadata is for {fingerprint['num_pairs']} pairs, but {pairs.file} has {len(pairs)}")
-    pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (pairs that are too long get no loss)")
+        raise UsageError(f"--metadata: num_pairs is {fingerprint['num_pairs']}, but {pairs.file} has {len(pairs)} pairs")
+    pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (it excludes pairs that are too long from the loss)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}
     logprobs_file, metadata_file = folder / LOGPROBS_FILE, folder / METADATA_FILE

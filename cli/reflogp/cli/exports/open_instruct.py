@@ -51,7 +51,8 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         )
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
         raise UsageError(
-            f"{pairs.file} was joined with {pairs.truncation_mode}, but open-instruct keeps the start of each sequence"
+            f"{pairs.file} was joined with {pairs.truncation_mode}, but open-instruct keeps the start of each sequence; join "
+            "the dataset again with --truncation-mode keep_start"
         )
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
     tensors = {
@@ -67,5 +68,8 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
 def _means(pairs: JoinedPairs, logps: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     empty = np.flatnonzero(tokens == 0)
     if len(empty):
-        raise UsageError(f"{pairs.file} has completions without tokens, which have no mean: {named_rows(empty)}")
+        raise UsageError(
+            f"{pairs.file} has completions without tokens ({named_rows(empty)}), so there is no mean over tokens; remove each "
+            "listed row from the dataset and join it again"
+        )
     return (logps.astype(np.float64) / tokens).astype(np.float32)

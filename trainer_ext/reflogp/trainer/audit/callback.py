@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from reflogp.store import UsageError
-from reflogp.store.texts import short_repr
+from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.audit.forwards import ForwardCount
 from reflogp.trainer.audit.metrics import GlobalMeans, read_report, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
@@ -104,7 +104,7 @@ class ReferenceAudit(TrainerCallback):
             raise UsageError(f"on_finding={on_finding!r}: use 'fail' or 'warn'")
         unknown = sorted(set(checks) - set(CHECKS))
         if unknown:
-            raise UsageError(f"checks: unknown {', '.join(unknown)}; choose from {', '.join(CHECKS)}")
+            raise UsageError(f"checks: unknown {', '.join(map(repr, unknown))}; choose from {', '.join(map(repr, CHECKS))}")
         self.on_finding = on_finding
         self.checks = frozenset(checks)
         self.step_zero: StepZero | None = None
@@ -215,7 +215,7 @@ class ReferenceAudit(TrainerCallback):
             return
         self._forwards.end()
         self._passes += self._forwards.policy
-        problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
+        problems = [f"{name} ran {counted(times, 'time')} in a training step" for name, times in self._forwards.others.items()]
         if self._given is not None and self._given.of_generated_text:  # generation needs forward passes too
             self._found("forwards", problems)
             return
@@ -227,7 +227,7 @@ class ReferenceAudit(TrainerCallback):
             self._report("forwards", [words])
         if not self._forwards.policy:
             self._not_run["forwards"] = (
-                "the policy's forward passes cannot be counted: its `forward` is compiled or calls no decoder"
+                "the policy's forward passes cannot be counted: its `forward` is compiled or does not call its decoder"
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -291,11 +291,11 @@ class ReferenceAudit(TrainerCallback):
             for number, (names, is_finite) in enumerate(seen):
                 if not names:
                     problems.append(
-                        f"the collated batch of process {number} has no reference columns: the columns were pruned, so the "
-                        "reference model would run instead"
+                        f"the collated batch of process {number} has no reference columns, so the loss would need a "
+                        "reference model: the columns were removed before or during collation"
                     )
                 elif not is_finite:
-                    problems.append(f"reference columns of process {number} have values that are not finite")
+                    problems.append(f"reference columns in the batch of process {number} have values that are not finite")
             self._found("columns", problems)
             return
         if not there:
@@ -319,7 +319,7 @@ class ReferenceAudit(TrainerCallback):
                 result of `step_zero.differences`.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
-            found = gather(on_all_ranks("the step-0 gate", seen))
+            found = gather(on_all_ranks("comparing the first batch with the reference's log-probs", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
             self._not_run["step_zero"] = "no completion token in the first batches counts towards the loss"
             return
@@ -339,7 +339,8 @@ class ReferenceAudit(TrainerCallback):
         if self._spot is None or result is not None:
             self._spot = (found, result)
         if result is not None and found.by == "service" and result.not_finite:
-            self._found("spot_check", [f"the service's log-probs of {result.not_finite} sequences are not finite"])
+            sequences = counted(result.not_finite, "sequence")
+            self._found("spot_check", [f"the service's log-probs of {sequences} are not finite"])
         elif result is not None:
             self._judge(result, f"rows {', '.join(map(str, found.rows))}", "spot_check", found.by)
 
@@ -358,8 +359,8 @@ class ReferenceAudit(TrainerCallback):
             self._report(
                 check,
                 [
-                    f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so these sequences "
-                    "were not compared; the reference's log-probs are finite"
+                    f"the policy's log-probs of {counted(seen.not_finite, 'sequence')} in {what} are not finite, so they were "
+                    "not compared; the reference's log-probs are finite"
                 ],
             )
         try:

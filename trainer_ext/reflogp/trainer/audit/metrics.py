@@ -108,7 +108,7 @@ class GlobalMeans:
             elif apart(logged, joined) > _ROUNDING:
                 found.reference.append(
                     f"rewards/{side} and logps/{side} imply a mean reference log-prob of {logged:.6g}, but the joined "
-                    f"column's mean over all processes is {joined:.6g}"
+                    f"column's mean over all processes is {joined:.6g}: the loss may not use the joined column"
                 )
 
 

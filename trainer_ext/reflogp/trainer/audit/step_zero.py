@@ -17,7 +17,8 @@ from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, 
 
 _CAUSES = (
     "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
-    "policy_starts_at_reference=False, or set the option policy_starts_elsewhere in a framework's command or config);{dtype} "
+    "policy_starts_at_reference=False to the trainer, or set policy_starts_elsewhere in the command or config of another "
+    "framework);{dtype} "
     "the chat template or tokenizer is a different one that happens to produce the same token ids; the scored sequences were "
     "not truncated in the same way as the policy's batches; the stored values were changed after scoring (run `reflogp store "
     "verify`)"
@@ -26,8 +27,8 @@ _CAUSES_WITH_A_SERVICE = (
     "Likely causes: the stored values were changed after scoring (run `reflogp store verify`); the joined file belongs to "
     "other rows"
 )
-_OTHER_DTYPE = " the values were scored in another dtype (the store says {reference}, the policy computes in {policy});"
-_UNTRUE_DTYPE = " the values were scored in another dtype, although the store says {reference};"
+_OTHER_DTYPE = " the stored values were computed in {reference}, but the policy computes in {policy};"
+_UNTRUE_DTYPE = " the stored values were computed in another dtype, although the store says {reference};"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class StepZero:
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
-                f"the reference was scored in {self.reference_dtype}, but the policy computes in {wanted}{explained(wanted)}: "
-                f"at step 0, before any training, their log-probs differ by up to {self.max_difference:.4g} nats. "
+                f"the reference log-probs were computed in {self.reference_dtype}, but the policy computes in "
+                f"{wanted}{explained(wanted)}: at step 0, before any training, the two differ by up to "
+                f"{self.max_difference:.4g} nats. "
                 f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
                 check,
             )
@@ -171,4 +173,4 @@ def compared(
 
 
 def _in_general(dtype: str) -> str:
-    return f'Score in {dtype} (`reflogp score --dtype {dtype}`) and pass dtype="{dtype}" to ReferenceSource'
+    return f'Score the data in {dtype} (`reflogp score --dtype {dtype}`) and pass dtype="{dtype}" to ReferenceSource'

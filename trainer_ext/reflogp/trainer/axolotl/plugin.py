@@ -97,14 +97,15 @@ def _prepare(cfg: Any) -> None:
 def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if cfg.rl not in _TRAINERS:
         raise UsageError(
-            f"rl: {cfg.rl.value if cfg.rl else 'not set'} does not use reference log-probs of the dataset's completions: "
-            "remove the plugin StoredReferencePlugin"
+            f"rl is {cfg.rl.value if cfg.rl else 'not set'}, but stored reference log-probs can be used only with dpo, ipo and "
+            "kto: remove the plugin StoredReferencePlugin"
         )
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")
     if cfg.dpo_use_liger_kernel:
         raise UsageError(
-            "dpo_use_liger_kernel computes reference log-probs inside its kernel, without stored values: remove this setting"
+            "with dpo_use_liger_kernel, Liger's kernel computes the reference log-probs and cannot use stored values: remove "
+            "this setting"
         )
     if settings.names_reference:
         return
@@ -118,6 +119,6 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if unclear:
         raise UsageError(
             f"with {unclear[0]}, the reference may differ from the model in base_model: name the reference with `model:`, "
-            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not start as that model, also set "
-            "`policy_starts_elsewhere: true`"
+            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not start from that model's "
+            "weights, also set `policy_starts_elsewhere: true`"
         )

@@ -29,13 +29,15 @@ class StoredReferenceSettings(BaseModel):
     )
     reference: str | None = Field(None, description="the reference's name in a service; replaces `model`")
     reference_id: str | None = Field(None, description="the reference's id; replaces `model`")
-    snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
+    snapshot: int | None = Field(None, description="number of the snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
-    policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start as the reference")
+    policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start from the reference's weights")
     step_zero_tolerance: float | None = Field(
         None, description="allowed difference between policy and reference on the first batch, in nats/√tokens"
     )
-    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do if reference values are wrong")
+    on_finding: Literal["fail", "warn"] = Field(
+        "fail", description="what to do if reference values are wrong: stop the run (fail) or log a warning (warn)"
+    )
 
     @property
     def names_reference(self) -> bool:

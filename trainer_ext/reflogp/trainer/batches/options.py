@@ -52,7 +52,7 @@ def read_options(
         help="the reference's name in a service; replaces --reflogp.model",
     )
     add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id; replaces --reflogp.model")
-    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of a snapshot; default: the latest")
+    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of the snapshot; default: the latest")
     add(
         "--reflogp.on_miss",
         dest="on_miss",
@@ -65,8 +65,8 @@ def read_options(
         "--reflogp.policy_starts_elsewhere",
         dest="policy_starts_elsewhere",
         action="store_true",
-        help="required if the policy does not start as the reference: the first batch is then not compared with the stored "
-        "values",
+        help="required if the policy does not start from the reference's weights; the policy's log-probs of the first batch "
+        "are then not compared with the stored values",
     )
     add(
         "--reflogp.step_zero_tolerance",
@@ -90,7 +90,7 @@ def read_options(
         if unknown := [word for word in others if word.startswith("--reflogp.")]:
             parser.error(f"unknown option {unknown[0].split('=')[0]}; --help lists the options that begin with --reflogp.")
     if options.store is None and not {"-h", "--help"} & set(others):
-        parser.error("--reflogp.store is required: the store or service that has the reference log-probs")
+        parser.error("--reflogp.store is required: pass the store or service that has the reference log-probs")
     return options, others, parser
 
 
@@ -108,8 +108,8 @@ def warn_if_untested(package: str, tested: str) -> None:
     if f"{found}.".startswith(f"{tested}."):
         return
     warnings.warn(
-        f"reflogp is tested with {package} {tested}, not {found}: if {found} behaves differently, the comparison before the "
-        "first step will stop the run",
+        f"reflogp is tested with {package} {tested}, not {found}: if the run fails or its audit reports a problem, try "
+        f"{package} {tested}",
         stacklevel=2,
     )
 

@@ -116,8 +116,9 @@ class BatchReference(ReferenceDuringTraining):
             values = self._values.of(ids[places].astype(np.uint32))
             if values is None:
                 raise MissingLogpsError(
-                    f"row {row} of a batch ({len(places)} tokens, {ids[places[:8]].tolist()}, …) is not in any of the "
-                    f"datasets whose values were looked up ({', '.join(self.joins)}): list every dataset that the trainer uses",
+                    f"row {row} of a batch ({len(places)} tokens, beginning with {ids[places[:8]].tolist()}) is not in "
+                    f"any of the datasets whose values were looked up ({', '.join(self.joins)}): pass every dataset that the "
+                    f"trainer uses to {type(self).__name__}",
                     [row],
                     "",
                 )
@@ -154,12 +155,15 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     needs no datasets or values."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} contains one sum per completion, but a value per token is needed: use a store as the source"
+            f"{source.location} contains one sum per completion, but a value per token is needed: use a store or a service"
         )
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' works only with TRL's trainers: use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
-        raise UsageError("to score missing rows in this run, pass a store and model=; for a service, use on_miss='score'")
+        raise UsageError(
+            "missing rows can be scored on this machine only if a store and model= are given; for a service, use "
+            "on_miss='score'"
+        )
     if run_command and source.snapshot is not None:
         raise UsageError(f"snapshot {source.snapshot} cannot contain newly scored values: omit the snapshot")
 

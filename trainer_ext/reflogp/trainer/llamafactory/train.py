@@ -112,7 +112,7 @@ def main() -> None:
         return
     warn_if_untested("llamafactory", _TESTED)
     if is_env_enabled("USE_V1"):
-        raise UsageError("USE_V1 selects LLaMA-Factory's other engine, which reflogp does not support: unset USE_V1")
+        raise UsageError("USE_V1 selects LLaMA-Factory's v1 engine, which reflogp does not support: unset USE_V1")
     is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts the processes without the word `train`
     if not is_process and others[:1] != ["train"]:
         parser.error("add `train FILE.yaml` after the options, as for llamafactory-cli")

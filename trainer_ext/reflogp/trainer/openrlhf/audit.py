@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from reflogp.store.texts import counted
 from reflogp.trainer.audit.forwards import ForwardCount
 from reflogp.trainer.audit.metrics import apart, read_report, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
@@ -116,8 +117,14 @@ class RunAudit:
         yield
         self._forwards.end()
         self._passes += self._forwards.policy
-        problems = [f"{name} ran {times} times in the {who} part of a step" for name, times in self._forwards.others.items()]
-        words = f"the policy ran {self._forwards.policy} forward passes in the {who} part of a step; expected {expected}"
+        problems = [
+            f"{name} ran {counted(times, 'time')} while OpenRLHF obtained the {who}'s log-probs"
+            for name, times in self._forwards.others.items()
+        ]
+        words = (
+            f"the policy ran {self._forwards.policy} forward passes while OpenRLHF obtained the {who}'s log-probs; expected "
+            f"{expected}"
+        )
         self._note("forwards", problems + [words] * (self._forwards.policy > expected))
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
@@ -126,8 +133,9 @@ class RunAudit:
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
-            words = f"the policy's own log-probs of {self.step_zero.not_finite} sequences of the first batch are not finite"
-            self._report("step_zero", [f"{words}, so these sequences were not compared; the reference's log-probs are finite"])
+            sequences = counted(self.step_zero.not_finite, "sequence")
+            words = f"the policy's log-probs of {sequences} in the first batch are not finite, so they were not compared"
+            self._report("step_zero", [f"{words}; the reference's log-probs are finite"])
         try:
             self.step_zero.require("the first batch")
             if self._tolerance is None:

@@ -108,7 +108,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         log-probs with the reference's."""
         if self._compares_first_batch:
             self._compares_first_batch = False
-            seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
+            seen = on_all_ranks("comparing the first batch with the stored values", lambda: self._differences(*batch))
             self.audit.saw_first_batch(seen, self._policy)
         is_policy = model is self.model
         with self.audit.passes(int(is_policy), "policy" if is_policy else "reference"):

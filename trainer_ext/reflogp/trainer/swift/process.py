@@ -88,7 +88,7 @@ def _require_supported(args: Any) -> None:
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:
-            raise UsageError(f"{name} is not supported with stored reference log-probs: turn it off")
+            raise UsageError(f"{name}={value} is not supported with stored reference log-probs: set it to {most or 'false'}")
 
 
 def main() -> None:
