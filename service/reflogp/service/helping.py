@@ -67,8 +67,8 @@ class Helping:
         """Ask idle workers to help with a job if enough of the job remains.
 
         A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
-        worker is asked to help until the service has found this sequence. Until then, only the worker that runs the job can
-        die.
+        worker is asked to help until the service has found this sequence. Until then, the sequence can kill only the worker
+        that runs the job.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:

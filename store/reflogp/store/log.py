@@ -166,7 +166,7 @@ def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> 
     """
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
-        entry.problem = entry.problem or "the actions differ from the commitInfo"
+        entry.problem = entry.problem or "the shards that the log entry adds or removes differ from those in its commitInfo"
         entry.removed = sorted({*entry.removed, *removed})
     entry.added |= {shard.path: shard for shard in added if shard.path not in entry.removed}
 

@@ -1,7 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
-The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype in
-which the model was scored into the store.
+The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype of
+the model's log-probs in the store.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def choose_reference(
     described = describe_all_numerics(model, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
     held = store.held(described)
     if len(held) == 1:
-        return held[0], f"dtype {numerics(held[0])}: the model was scored into {store.uri} in this dtype"
+        return held[0], f"dtype {numerics(held[0])}: {store.uri} has the model's log-probs in this dtype"
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:

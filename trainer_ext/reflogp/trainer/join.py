@@ -273,7 +273,8 @@ def with_columns(
     Args:
         columns: the values in nats of each reference column, float32 of shape (n,), by column name.
         tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
-        dtype: dtype in which the reference log-probs were computed; existing columns may differ by the rounding error of this dtype.
+        dtype: dtype in which the reference log-probs were computed; existing columns may differ by the rounding error of this
+            dtype.
 
     Raises BroughtColumnsError if the values of an existing column differ from the reference's.
     """

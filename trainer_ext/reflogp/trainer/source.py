@@ -38,12 +38,13 @@ class ReferenceSource:
             wrote (….parquet).
         model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
             are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id depends on the
-            dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the dtype in which
-            the location has values of the model, if there is only one. If there are several, it selects the dtype in which the
-            run computes, which must be one of them. If the location has no values of the model, "auto" also selects the run's
-            dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift determine the
-            run's dtype from the policy and its mixed precision. All other code that uses a source assumes bfloat16.
+        dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id
+            depends on the dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the
+            dtype in which the location has values of the model, if there is only one. If there are several, it selects the
+            dtype in which the run computes, which must be one of them. If the location has no values of the model, "auto" also
+            selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift
+            determine the run's dtype from the policy and its mixed precision. All other code that uses a source assumes
+            bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of a snapshot, or None for the snapshot that is the latest when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the

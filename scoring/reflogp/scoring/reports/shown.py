@@ -139,7 +139,8 @@ class Piece:
         text: displayed text.
         level: level of surprise, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
         note: the log-prob as text; empty if there is none.
-        special: True if a symbol is displayed instead of the token's text.
+        special: True if this is not ordinary text: a special token, an id outside the vocabulary, an image, a token without
+            text, or tokens that are left out.
         differs: True if the pair's two completions are compared and the other completion lacks this token.
     """
 

@@ -123,7 +123,7 @@ def require_room(
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
         half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
-            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to a different reference)")
+            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; the values are stored under a different reference id)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if not alone and weights + pass_bytes <= _total_bytes(device):
@@ -190,7 +190,7 @@ def _spread(
             return (
                 "--engine vllm --tensor-parallel "
                 + str(count)
-                + (f" --dtype {plain} (its values belong to a different reference)" if plain != dtype else "")
+                + (f" --dtype {plain} (the values are stored under a different reference id)" if plain != dtype else "")
                 + wanting
             )
         count *= 2

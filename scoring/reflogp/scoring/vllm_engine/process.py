@@ -211,7 +211,7 @@ class Scorer:
                 continue
             if all(answer.values is not None for answer in self._finished()):
                 return method
-        raise RuntimeError("vLLM does not return log-probs of given tokens")
+        raise RuntimeError("vLLM does not return log-probs of the tokens in a request")
 
     def _finished(self) -> list[Answer]:
         """Run steps until all requests have finished; return the responses, sorted by request number."""

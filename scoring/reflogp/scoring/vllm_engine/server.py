@@ -116,7 +116,7 @@ class VllmServer:
 
     Raises:
         UsageError: the URL is invalid, or the server does not serve the model.
-        EngineError: the server cannot be reached, or does not return log-probs of given tokens.
+        EngineError: the server cannot be reached, or does not return log-probs of the tokens in a request.
 
     Attributes:
         form: the best request form in FORMS that the server supports.
@@ -211,7 +211,7 @@ class VllmServer:
             if response.status_code == 200 and values(form, response.json(), request) is not None:
                 return form
             refusals.append(f"{path}: {response.status_code} {_said(response)}")
-        raise EngineError(f"{self._place.url} does not return log-probs of given tokens ({'; '.join(refusals)})")
+        raise EngineError(f"{self._place.url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the response's JSON. Raise EngineError if the status is not 200."""

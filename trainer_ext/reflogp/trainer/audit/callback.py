@@ -78,8 +78,8 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed in a
-            different dtype than the policy's.
+            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed
+            in a different dtype than the policy's.
         spot_rows: number of rows to score in the spot check.
 
     Attributes:

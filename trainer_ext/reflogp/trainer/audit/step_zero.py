@@ -42,7 +42,7 @@ class StepZero:
         mean_difference: mean of policy - reference. Rounding errors average out to nearly 0; the differences between two models
             do not.
         tolerance: the allowed difference, in nats/√tokens.
-        reference_dtype: dtype in which the reference was scored.
+        reference_dtype: dtype in which the reference log-probs were computed.
         policy_dtype: dtype in which the policy computes.
         advice: advice on how to get reference values in the policy's dtype, for the error that is raised if the two dtypes
             differ.
@@ -97,8 +97,10 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError if the reference was scored in a different dtype than the policy's. The error reports `check` as
-        the check that failed."""
+        """Raise StepZeroError if the reference log-probs were computed in a different dtype than the policy's.
+
+        The error reports `check` as the check that failed.
+        """
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
@@ -147,7 +149,7 @@ def compared(
         parts: the result of `differences` for each batch.
         allowed: largest |policy - reference| / sqrt(tokens) that is accepted, in nats. If None, the limit depends on the
             dtypes and the type of model.
-        reference_dtype: dtype in which the reference was scored.
+        reference_dtype: dtype in which the reference log-probs were computed.
         policy: the unwrapped model.
         accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's
             dtype is the dtype of its weights.

@@ -61,8 +61,8 @@ class RunAudit:
         joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed in a
-            different dtype than the policy's.
+            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed
+            in a different dtype than the policy's.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
