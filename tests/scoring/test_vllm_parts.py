@@ -113,7 +113,7 @@ def test_each_form_of_an_answer_is_read():
 )
 def test_an_answer_that_lacks_a_value_is_none(form, answer):
     assert values(form, answer, REQUEST) is None
-    assert "returned no log-probs" in problem_of_answer(None)
+    assert "returned no valid log-probs" in problem_of_answer(None)
 
 
 def test_what_a_server_is_asked():
