@@ -197,7 +197,7 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     assert [place.visible for place in places(["cuda:2", "cuda:0"], lambda: 3, 2, True)] == ["7,GPU-a"]
     for devices, count, more, why in (
         (["tpu"], 8, (), "use all, auto, cpu"),
-        (["cuda:8"], 8, (), "this machine has 8 GPUs; use a device from cuda:0 to cuda:7"),
+        (["cuda:8"], 8, (), "this machine has 8 GPUs; the highest number is 7"),
         (["cuda:0"], 0, (), "this machine has 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),

@@ -80,7 +80,7 @@ def test_a_folder_without_a_reference_is_no_table(model, store):
 
 def test_a_folder_that_is_no_store_is_refused(model, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="is a model's folder"):
+    with pytest.raises(UsageError, match="is a model folder"):
         choose_reference(Store(tmp_path), model, otherwise="float32")
 
 
