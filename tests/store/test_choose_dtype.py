@@ -74,7 +74,7 @@ def test_a_folder_without_a_reference_is_no_table(model, store):
     Path(folder, "reference.json").unlink()
     found, _ = choose_reference(store, model, otherwise="float32")
     assert found.dtype == "float32"
-    with pytest.raises(ReferenceNotFoundError, match="was never scored into"):
+    with pytest.raises(ReferenceNotFoundError, match="has no values of"):
         choose_reference(store, model)
 
 

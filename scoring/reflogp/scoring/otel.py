@@ -103,7 +103,7 @@ class Sender(SpanProcessor):
             self._complained = True
         reason = shortened_without_secrets(self._reasons.first or "the collector is not responding")
         warnings.warn(
-            f"the OpenTelemetry collector does not accept spans, so they are lost; the run continues ({reason})", stacklevel=1
+            f"the OpenTelemetry collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1
         )
 
 

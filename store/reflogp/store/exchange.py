@@ -319,7 +319,7 @@ The files contain only numbers: hashes of token ids, lengths and log-probabiliti
 | --- | --- | --- |
 | `key` | binary | 16 bytes that identify a sequence by its token ids |
 | `prompt_len`, `completion_len` | int32 | number of tokens in the prompt and in the whole completion |
-| `scored_len` | int32 | number of completion tokens with a value, counted from the first token |
+| `scored_len` | int32 | number of values in `token_logps`, which belong to the first tokens of the completion |
 | `token_logps` | list of float32 | log p(token given all tokens before it), in nats |
 | `logp_sum` | float64 | sum of `token_logps` |
 | `provenance` | string | JSON: how the values were computed |

@@ -24,6 +24,7 @@ from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence, split_table_uri
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import counted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -371,8 +372,8 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
             raise UsageError(f"{repository.place} is damaged: {name} cannot be read ({sentence(error)})") from error
     if lacking:
         raise UsageError(
-            f"{repository.place} has {lacking:,} sequences that snapshot {snapshot.number} of the store lacks: add them to "
-            f"the store first (`reflogp store pull {store} {repository.place}`), or overwrite them with --replace"
+            f"{repository.place} has {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
+            f"`reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with --replace"
         )
 
 

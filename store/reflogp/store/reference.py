@@ -340,7 +340,7 @@ def _reference_of(
     compute_dtype = resolve_dtype(dtype, checkpoint.config)
     head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
     if autocast_dtype(head_dtype) and head_dtype != compute_dtype:
-        raise UsageError(f"lm_head_dtype {head_dtype!r}: use 'float32', or omit it to compute logits in the model's dtype")
+        raise UsageError(f"lm_head_dtype {head_dtype!r}: use 'float32', or leave it out to compute logits in the model's dtype")
     adapter, on_top = checkpoint.adapter, None
     if adapter is not None:
         settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}

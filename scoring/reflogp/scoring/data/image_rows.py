@@ -68,7 +68,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
     completions = [with_image_parts(messages, 0) for messages in example.completions]
     last = prompt[-1]["role"]
     if last not in ("user", "tool", "assistant"):
-        raise RowError(f"the prompt's last message has the role {last!r}; expected user, assistant or tool")
+        raise RowError(f"the prompt's last message has the role {last!r}; expected 'user', 'assistant' or 'tool'")
     render: Callable[..., str] = processor.apply_chat_template
     kwargs = {name: value for name, value in example.template_kwargs.items() if name != "tools"}
     continued = {"continue_final_message": last == "assistant", "add_generation_prompt": last != "assistant"}

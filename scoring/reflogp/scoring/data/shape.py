@@ -184,7 +184,7 @@ def require_text(columns: dict[str, Any]) -> None:
 def _check_type(name: str, value: Any, conversational: bool) -> None:
     if conversational:
         if not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
-            raise RowError(f"{name} is not a list of messages with a role")
+            raise RowError(f"{name} is not a list of messages that each have a role")
     elif not isinstance(value, str):
         raise _wrong_type(name, value)
 
