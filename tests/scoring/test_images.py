@@ -555,7 +555,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "invalid base64"),
         "a plain URI": (pair("?", ["data:image/png,abc"]), "without base64"),
         "a zero byte in a path": (pair("?", ["a\0b"]), "cannot be read"),
-        "more placeholders": ({**pair("?", []), "prompt": user}, "placeholders for 1"),
+        "more placeholders": ({**pair("?", []), "prompt": user}, "1 placeholder"),
         "fewer placeholders": ({**pair("?", [png, png]), "prompt": user}, "2 images"),
         "an own image": ({**pair("?", [png]), "prompt": own}, "contains an image"),
         "a video": ({**pair("?", [png]), "prompt": video}, "video"),

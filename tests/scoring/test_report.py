@@ -336,13 +336,13 @@ def test_kto_rows_by_label(report, stored, tmp_path):
     assert code == DONE and summary["accuracy"] is None
     assert (summary["exact_duplicates"], summary["contrary"]) == (1, 2)
     said = " ".join(finding["text"] for finding in summary["findings"])
-    assert "1 rows have no valid label" in said
-    assert "21 completions are desirable, 41 are undesirable" in said
+    assert "1 row has no valid label" in said
+    assert "Desirable completions: 21. Undesirable completions: 41." in said
     assert f"desirable_weight from {41 / 21:.2f} to {1.33 * 41 / 21:.2f}" in said
     means = {at: -0.1 - at / 1000 for at in range(20)}
     good, bad = [*means.values(), means[1]], [-0.1]  # the undesirable ones but the first lie below all of the desirable
     higher = sum((g > b) + 0.5 * (g == b) for g in good for b in bad) + len(good) * 40
-    assert f"in {math.floor(1000 * higher / (21 * 41)) / 10:.1f}% of all comparisons" in said
+    assert f"in {math.floor(1000 * higher / (21 * 41)) / 10:.1f}% of all combinations" in said
     assert "margins.png" not in summary["files"] and ">undesirable</span>" in page
 
 
@@ -350,7 +350,9 @@ def test_pairs_as_kto_rows(run, report, pairs_file):
     assert run("score", pairs_file, "--format", "kto")[0] == DONE
     code, summary, _ = report(pairs_file, "--format", "kto")
     assert (code, summary["rows"], summary["examples"], summary["with_values"]) == (DONE, 40, 80, 80)
-    assert "40 completions are desirable, 40 are undesirable" in " ".join(finding["text"] for finding in summary["findings"])
+    assert "Desirable completions: 40. Undesirable completions: 40." in " ".join(
+        finding["text"] for finding in summary["findings"]
+    )
 
 
 def test_real_kto_text(run, report, tmp_path, pair_rows):

@@ -196,8 +196,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,7")
     assert [place.visible for place in places(["cuda:2", "cuda:0"], lambda: 3, 2, True)] == ["7,GPU-a"]
     for devices, count, more, why in (
-        (["tpu"], 8, (), "use all, auto, cpu"),
-        (["cuda:8"], 8, (), "this machine has 8 GPUs; use a device from cuda:0 to cuda:7"),
+        (["tpu"], 8, (), "use 'all', 'auto', 'cpu'"),
+        (["cuda:8"], 8, (), "this machine has 8 GPUs; the highest number is 7"),
         (["cuda:0"], 0, (), "this machine has 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
@@ -215,8 +215,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["--devices", "cpu", "--ray"], "cannot be combined with --ray"),
         (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
         (["--devices", "cuda:7"], "this machine has 0 GPUs"),
-        (["--devices", "cpu;cpu"], "use all, auto, cpu"),
-        (["--devices", ""], "use all, auto, cpu"),
+        (["--devices", "cpu;cpu"], "use 'all', 'auto', 'cpu'"),
+        (["--devices", ""], "use 'all', 'auto', 'cpu'"),
     ],
 )
 def test_devices_that_cannot_be_used_are_refused(reflogp, reference_folder, tmp_path, options, why):

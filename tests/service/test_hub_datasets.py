@@ -199,7 +199,7 @@ def test_a_card_leads_nowhere_else(server, folder, listener, place, end, tmp_pat
         ({"README.md": SEMICOLONS, "a.csv": b"a;b\n1;2\n"}, "sets sep"),
         ({"README.md": b"---\nconfigs: [\n---\n", "a.jsonl": b"{}\n"}, "metadata in README.md cannot be read"),
         ({"README.md": b"x" * (5 << 20), "a.jsonl": b"{}\n"}, "README.md is longer than"),
-        ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"\.huggingface\.yaml, which is not supported"),
+        ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"metadata in \.huggingface\.yaml is not supported"),
         ({"a.txt": b"text\n"}, r"a\.txt does not end in"),
         ({"a@b.jsonl": b"{}\n"}, "is not a file on the Hub"),
         ({"odd.py": b"print()\n"}, "cannot load the dataset"),

@@ -74,13 +74,13 @@ def test_a_folder_without_a_reference_is_no_table(model, store):
     Path(folder, "reference.json").unlink()
     found, _ = choose_reference(store, model, otherwise="float32")
     assert found.dtype == "float32"
-    with pytest.raises(ReferenceNotFoundError, match="was never scored into"):
+    with pytest.raises(ReferenceNotFoundError, match="has no values of"):
         choose_reference(store, model)
 
 
 def test_a_folder_that_is_no_store_is_refused(model, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="is a model's folder"):
+    with pytest.raises(UsageError, match="is a model folder"):
         choose_reference(Store(tmp_path), model, otherwise="float32")
 
 

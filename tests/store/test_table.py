@@ -218,5 +218,5 @@ def test_the_reference_comes_back_as_it_was(table, tmp_path):
 
 
 def test_a_uri_of_no_storage_is_refused_with_what_there_is():
-    with pytest.raises(UsageError, match="the scheme is not supported; use a folder, or s3://, gs://, az://"):
+    with pytest.raises(UsageError, match="the scheme is not supported; use a folder, or an s3://, gs:// or az:// URI"):
         Store("s4://team/logps").references()

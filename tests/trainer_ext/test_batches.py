@@ -64,7 +64,7 @@ def test_an_error_tells_other_tokens_from_another_model(rows, reference, referen
     with pytest.raises(MissingLogpsError, match=r"None of the rows was found\. .* the chat template"):
         BatchReference(source, datasets, tmp_path)
     other = ReferenceSource(source.location, model=str(reference_folder), dtype="bfloat16")
-    with pytest.raises(MissingLogpsError, match=r"\(.* in bfloat16 was never scored: .*; it has: .*\)\. Score them: "):
+    with pytest.raises(MissingLogpsError, match=r"\(there are no values of .* in bfloat16: .*; it has: .*\)\. Score them: "):
         BatchReference(other, datasets, tmp_path)
 
 

@@ -27,6 +27,7 @@ from reflogp.scoring.vision import VisionProcessor
 from reflogp.store import ReflogpError, Store, UsageError, resolve_model
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
+from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Maximum number of rows that a message lists.
@@ -169,7 +170,7 @@ def join(
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
     if on_miss not in ("error", "drop"):
-        raise UsageError(f"unknown on_miss {on_miss!r}: use error or drop")
+        raise UsageError(f"unknown on_miss {on_miss!r}: use 'error' or 'drop'")
     check_truncation(max_length, truncation_mode)
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
@@ -239,7 +240,7 @@ def report(
         )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
-        raise UsageError(f"a report covers a single dataset: pass one of the splits {', '.join(dataset)}")
+        raise UsageError(f"a report covers a single dataset: pass one of this dict's splits: {', '.join(dataset)}")
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
@@ -274,13 +275,15 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
     """Raise NotScoredError if any row read so far has no values or cannot be used."""
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
-        raise NotScoredError(f"{summary.bad_rows:,} rows cannot be used ({named}); leave them out with on_miss='drop'", summary)
+        raise NotScoredError(
+            f"{counted(summary.bad_rows, 'row')} cannot be used ({named}); to leave out such rows, use on_miss='drop'", summary
+        )
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:_NAMED_ROWS]))
         named += ", …" if summary.missing > _NAMED_ROWS else ""
         raise NotScoredError(
-            f"{summary.missing:,} rows have no values in snapshot {summary.snapshot} (rows {named}). Score the dataset with "
-            f"reflogp.scoring.score, or with `{command}`, or leave the rows out with on_miss='drop'",
+            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')} (row numbers: {named}). Score "
+            f"the dataset with reflogp.scoring.score, or with `{command}`, or leave out such rows with on_miss='drop'",
             summary,
         )
 

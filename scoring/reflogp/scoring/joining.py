@@ -114,7 +114,7 @@ def join_dataset(
     if target.suffix != ".parquet":
         raise UsageError(f"the output {output} would be a Parquet file, so its name must end in .parquet")
     if any(target.exists() and target.samefile(file) for file in source.files):
-        raise UsageError(f"the output {output} is the dataset itself; give it another name")
+        raise UsageError(f"the output {output} is the dataset itself; give the output another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     writer: pq.ParquetWriter | None = None
     try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from reflogp.store import UsageError
+from reflogp.store.texts import counted
 
 # Devices
 
@@ -61,15 +62,15 @@ def places(
     `gpus_each` GPUs.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
-        raise UsageError(f"unknown device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
+        raise UsageError(f"unknown device {unknown[0]!r}: use 'all', 'auto', 'cpu', 'cuda' or 'cuda:NUMBER'")
     numbered = "all" in devices or any(":" in name for name in devices)
     count = count_gpus() if numbered else 0
     every = [f"cuda:{number}" for number in range(count)] or ["cpu"]
     names = [name for entry in devices for name in (every if entry == "all" else [entry])]
     for name in names:
         if name.startswith("cuda:") and int(name[5:]) >= count:
-            instead = f"use a device from cuda:0 to cuda:{count - 1}" if count else "use cpu"
-            raise UsageError(f"device {name}: this machine has {count} GPUs; {instead}")
+            instead = f"the highest number is {count - 1}" if count else "use cpu"
+            raise UsageError(f"device {name}: this machine has {counted(count, 'GPU')}; {instead}")
     if not chooses_itself and gpus_each == 1:
         return [Place(name, name) for name in names]
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
@@ -80,7 +81,9 @@ def places(
     if "all" in devices and len(groups) > 1:  # drop the GPUs of an incomplete group
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
-        raise UsageError(f"{len(names)} GPUs cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs")
+        raise UsageError(
+            f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs"
+        )
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 
 

@@ -102,7 +102,9 @@ class Sender(SpanProcessor):
                 return
             self._complained = True
         reason = shortened_without_secrets(self._reasons.first or "the collector is not responding")
-        warnings.warn(f"the collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1)
+        warnings.warn(
+            f"the OpenTelemetry collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1
+        )
 
 
 class _Reasons(logging.Filter):

@@ -195,7 +195,7 @@ def _read_adapter(folder: Path) -> Checkpoint:
     try:
         model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
     except UsageError as error:
-        raise UsageError(f"{folder} is an adapter of {base!r}, which cannot be found: {error}") from error
+        raise UsageError(f"{folder} is an adapter of {base!r}, which cannot be used: {error}") from error
     return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
 
 

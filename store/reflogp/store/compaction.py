@@ -195,7 +195,7 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
     try:
         return compact(table, only_small=True)
     except StoreError as error:
-        warnings.warn(f"small shards were not compacted: {error}", stacklevel=2)
+        warnings.warn(f"small shards were not compacted, but the appended rows are stored: {error}", stacklevel=2)
         return None
 
 

@@ -314,7 +314,7 @@ class _Memory:
         try:
             self._folder = open_own_folder(folder)
         except OSError as error:
-            _say_once(f"file digests cannot be cached, so they are computed again each time: {error}")
+            _say_once(f"file digests cannot be cached, so every run computes them again: {error}")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -336,7 +336,7 @@ class _Memory:
                 check_own(about, cache_dir() / f"digests-{os.getuid()}" / name)
                 kept = json.loads(entry.read(_CHUNK)) if stat.S_ISREG(about.st_mode) else {}
             except PermissionError as error:
-                _say_once(f"a cached digest was ignored: {error}")
+                _say_once(f"the cached digest of a file was ignored and is computed again: {error}")
                 return None
             except (OSError, ValueError, RecursionError):
                 return None

@@ -71,7 +71,7 @@ class Contents:
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
                 raise ValueError("rows or reference_id has the wrong type")
             if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
-                raise ValueError(f"an export cannot contain a file {shortened(str(others[0]), 100)!r}")
+                raise ValueError(f"an export cannot contain a file named {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read: {sentence(error)}") from error
         return contents
@@ -266,7 +266,7 @@ def _problem_of(rows: pa.Table) -> str | None:
         return problem
     for provenance in rows["provenance"].unique().to_pylist():
         if len(provenance) > _MOST_PROVENANCE_BYTES or _parsed(provenance) is None:
-            return "the provenance of a row is not a JSON object"
+            return "the provenance of a row is too long or not a JSON object"
     return None
 
 
@@ -319,7 +319,7 @@ The files contain only numbers: hashes of token ids, lengths and log-probabiliti
 | --- | --- | --- |
 | `key` | binary | 16 bytes that identify a sequence by its token ids |
 | `prompt_len`, `completion_len` | int32 | number of tokens in the prompt and in the whole completion |
-| `scored_len` | int32 | number of completion tokens with a value, counted from the first token |
+| `scored_len` | int32 | number of values in `token_logps`, which belong to the first tokens of the completion |
 | `token_logps` | list of float32 | log p(token given all tokens before it), in nats |
 | `logp_sum` | float64 | sum of `token_logps` |
 | `provenance` | string | JSON: how the values were computed |

@@ -24,6 +24,7 @@ from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence, split_table_uri
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import counted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -139,7 +140,7 @@ class HubFile:
             except EntryNotFoundError as error:
                 raise UsageError(f"{self.place} has no file {self.path}") from error
         if about.commit_hash is None or about.size is None:
-            raise StoreUnavailableError(f"{self.place}: the Hub does not report the commit and the size of {self.path}")
+            raise StoreUnavailableError(f"{self.place}: the response of the Hub lacks the commit or the size of {self.path}")
         return about.commit_hash, about.size
 
 
@@ -274,7 +275,7 @@ class _Repository:
         with told(self.place):
             self._api.create_repo(self.place.repository, repo_type="dataset", private=not public, exist_ok=True)
         if not self.exists():
-            raise StoreUnavailableError(f"{self.place} was created, but cannot be found")
+            raise StoreUnavailableError(f"{self.place} was created, but cannot be found; push again")
 
     def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
         """Return the repository's parsed contents.json, or None if the repository is empty or has only a dataset card.
@@ -371,8 +372,8 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
             raise UsageError(f"{repository.place} is damaged: {name} cannot be read ({sentence(error)})") from error
     if lacking:
         raise UsageError(
-            f"{repository.place} has {lacking:,} sequences that this snapshot lacks: add them to the store first "
-            f"(`reflogp store pull {store} {repository.place}`), or overwrite them with --replace"
+            f"{repository.place} has {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
+            f"`reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with --replace"
         )
 
 
@@ -400,7 +401,7 @@ def told(place: HubPlace) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            raise UsageError(f"{place}: the token has no permission for this ({_LOG_IN})") from error
+            raise UsageError(f"{place}: the token has no permission for this operation ({_LOG_IN})") from error
         if status == _CHANGED:
             raise UsageError(f"{place} was changed during the push, so nothing was pushed; push again") from error
         raise StoreUnavailableError(f"{place}: {sentence(error)}") from error

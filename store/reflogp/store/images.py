@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.store.errors import UsageError
+from reflogp.store.texts import counted
 
 #: Columns by which TRL recognizes a dataset with images. `image` contains one image, `images` a list of images.
 IMAGE_COLUMNS = ("image", "images")
@@ -232,7 +233,7 @@ class ImageTokens:
             before = np.cumsum(ids == self.image_token_id)[ids == end]
             if len(before) != len(kinds):
                 raise UsageError(
-                    "an image's tokens cannot be counted: the processor puts an EOS token or a padding token between them"
+                    "the tokens of each image cannot be counted: the processor adds or removes EOS tokens or padding tokens"
                 )
             self._counts[kinds] = tuple(np.diff(before, prepend=0).tolist())
             if len(self._counts) > _REMEMBERED:
@@ -253,7 +254,9 @@ class ImageTokens:
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
-            raise UsageError(f"the row has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
+            raise UsageError(
+                f"the row has {counted(len(places), 'image token')}; expected {sum(counts)} for {counted(len(images), 'image')}"
+            )
         if counts and min(counts) < FEWEST_TOKENS:
             raise UsageError(
                 f"an image has {min(counts)} tokens; at least {FEWEST_TOKENS} tokens are needed to identify an image"

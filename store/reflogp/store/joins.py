@@ -134,7 +134,9 @@ def completion_columns(names: list[str]) -> dict[str, str]:
             return PAIR_COLUMNS
         if "completion_ids" in names:
             return {column: ref for column, ref in KTO_COLUMNS.items() if column in names}
-    raise UsageError(f"expected the columns prompt_ids, chosen_ids, rejected_ids, or prompt_ids, completion_ids; got {names}")
+    raise UsageError(
+        f"expected the columns prompt_ids, chosen_ids and rejected_ids, or prompt_ids and completion_ids; got {names}"
+    )
 
 
 def join_logps(

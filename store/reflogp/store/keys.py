@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from reflogp.store.errors import UsageError
 from reflogp.store.schema import one_array
+from reflogp.store.texts import counted
 
 KEY_BYTES = 16
 #: blake2b's personalization string, which keeps keys distinct from hashes computed for other purposes.
@@ -46,10 +47,10 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         raise UsageError(f"{name}: expected lists of integers, got Arrow type {array.type}")
     if array.null_count:
         rows = np.flatnonzero(np.asarray(array.is_null()))
-        raise UsageError(f"{name}: the list at position {rows[0]} is null ({len(rows)} null lists in total)")
+        raise UsageError(f"{name}: the list at position {rows[0]} is null (null lists in total: {len(rows)})")
     flat = array.flatten()
     if flat.null_count:
-        raise UsageError(f"{name}: {flat.null_count} token ids are null")
+        raise UsageError(f"{name}: expected integers, got {counted(flat.null_count, 'null token id')}")
     if pa.types.is_null(flat.type):
         flat = flat.cast(pa.uint32())
     if not pa.types.is_integer(flat.type):

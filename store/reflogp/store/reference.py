@@ -141,10 +141,10 @@ class Reference:
         try:
             found = cls(**{**fields, "weights": tuple(fields["weights"])})
         except (KeyError, TypeError) as error:
-            raise ValueError(f"the fields do not describe a reference ({error})") from error
+            raise ValueError(f"a field is missing, unknown or of the wrong type: {error}") from error
         texts = (found.name, found.dtype, found.lm_head_dtype, *found.weights)
         if not all(isinstance(text, str) for text in texts) or not isinstance(found.config, dict):
-            raise ValueError("the fields do not describe a reference (a field has the wrong type)")
+            raise ValueError("a field has the wrong type")
         return found
 
 
@@ -239,7 +239,7 @@ class OpenModel:
         changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
         named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
         raise ContentMismatchError(
-            f"{named} changed: the model there is now reference {self.reference.reference_id}, not {reference.reference_id}. "
+            f"{named} changed: the model is now reference {self.reference.reference_id}, not {reference.reference_id}. "
             "Put the old files back, or run again with the new files (for a service: restart it)"
         )
 
@@ -321,7 +321,7 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
         if checkpoint.is_of({path: file.read for path, file in files.files.items()}):
             return checkpoint, files
         files.close()
-    raise FileChangedError(f"{folder} kept changing while it was being opened; run again when it is complete")
+    raise FileChangedError(f"{folder} kept changing while it was being opened; run again when its files no longer change")
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def _reference_of(
     compute_dtype = resolve_dtype(dtype, checkpoint.config)
     head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
     if autocast_dtype(head_dtype) and head_dtype != compute_dtype:
-        raise UsageError(f"lm_head_dtype {head_dtype!r}: use float32, or leave it out to compute logits in the model's dtype")
+        raise UsageError(f"lm_head_dtype {head_dtype!r}: use 'float32', or leave it out to compute logits in the model's dtype")
     adapter, on_top = checkpoint.adapter, None
     if adapter is not None:
         settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}
@@ -375,7 +375,7 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
     if dtype == "checkpoint":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in get_args(Dtype):
-        raise UsageError(f"dtype {dtype!r}: use one of {', '.join(get_args(Dtype))}, or checkpoint")
+        raise UsageError(f"dtype {dtype!r}: use one of {', '.join(map(repr, get_args(Dtype)))} or 'checkpoint'")
     return cast(Dtype, dtype)
 
 

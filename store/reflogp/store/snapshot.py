@@ -204,8 +204,8 @@ class Snapshot:
         if self.damaged:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
-                f"{len(self.damaged)} of {len(self.rows_of)} shards of reference {self.reference_id} are damaged "
-                f"({shard}: {problem}); nothing is written until they are removed: {self.repair_command()}"
+                f"reference {self.reference_id} has {counted(len(self.damaged), 'damaged shard')} ({shard}: {problem}); "
+                f"nothing is written until the damage is repaired: {self.repair_command()}"
             )
 
     def _indexed_places(self, hi: Words, lo: Words) -> Places:

@@ -22,7 +22,7 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
 #: Where a store can be, for help texts and error messages. Other schemes that delta-rs supports work too.
-PLACES = "a folder, or s3://, gs://, az://"
+PLACES = "a folder, or an s3://, gs:// or az:// URI"
 #: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects, and Arrow passes those only if a write fits in
 #: its buffer.
 _WRITE_BUFFER = 1 << 20

@@ -129,9 +129,11 @@ class Store:
             if any(other.reference_id == reference.reference_id for other in others):
                 return self.table(reference.reference_id)
             same = [other.dtype for other in others if other.weights == reference.weights]
-            scored = ", ".join(same)
-            hint = f"; the same weights were scored in {scored}: use that dtype (--dtype {same[0]}, or dtype=)" if same else ""
-            raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
+            hint = f"; the store has values of the same weights in {', '.join(same)}" if same else ""
+            hint += f": use --dtype {same[0]}, or dtype={same[0]!r}" if same else ""
+            raise ReferenceNotFoundError(
+                f"there are no values of {reference.name} in {reference.dtype}: {error}{hint}"
+            ) from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
         """Return those of the references in `candidates` for which the store has a table. The list is empty if there is no
@@ -191,7 +193,7 @@ class Store:
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file, but a store is a folder")
             if Path(self.uri, "config.json").exists():
-                raise UsageError(f"{self.uri} is a model's folder; choose a different folder for the store")
+                raise UsageError(f"{self.uri} is a model folder; choose a different folder for the store")
             is_table = Path(self.uri, "_delta_log").exists()
         else:
             try:
@@ -265,7 +267,7 @@ def choose_reference(
     described = describe_all_numerics(model, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
     held = store.held(described)
     if len(held) == 1:
-        return held[0], f"dtype {numerics(held[0])}: {store.uri} has the model's log-probs in this dtype"
+        return held[0], f"dtype {numerics(held[0])}: {store.uri} has values of this model in this dtype"
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:
@@ -273,10 +275,10 @@ def choose_reference(
         # Another process may have created a table in the meantime.
         if {made.reference_id for made in described} & {other.reference_id for other in others}:
             return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
-        there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "nothing"
-        raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which contains {there}")
+        there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "none"
+        raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; it has: {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
-    return found, f"dtype {numerics(found)}: {store.uri} has no values of this model yet"
+    return found, f"dtype {numerics(found)}: the default, because {store.uri} has no values of this model yet"
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
@@ -289,7 +291,8 @@ def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageErro
     heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
         f"{place} has values of {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
-        "(--dtype, or dtype=)" + ("; for logits in float32, add --lm-head-dtype float32, or lm_head_dtype=" if heads else "")
+        "(--dtype, or dtype=)"
+        + ("; for logits in float32, add --lm-head-dtype float32, or lm_head_dtype='float32'" if heads else "")
     )
 
 

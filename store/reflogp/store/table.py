@@ -43,7 +43,7 @@ from reflogp.store.reference import Reference, check_format
 from reflogp.store.schema import FORMAT, SCHEMA, list_sums, one_array
 from reflogp.store.shard import Shard, longest_of_each_key, shard_digest, sorted_by_key, write_shard
 from reflogp.store.snapshot import INDEX_ROWS, Snapshot
-from reflogp.store.texts import short_repr
+from reflogp.store.texts import counted, short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
@@ -206,7 +206,7 @@ class LogprobTable:
         latest = self._latest_snapshot()
         if number in (None, latest.number):
             return latest
-        there = f"the latest is {latest.number}"
+        there = f"the latest snapshot is {latest.number}"
         if number is None or not 0 <= number < latest.number:
             raise SnapshotNotFoundError(f"reference {self.reference.reference_id} has no snapshot {number} ({there})")
         try:
@@ -218,8 +218,8 @@ class LogprobTable:
             ) from error
         if gone:
             raise SnapshotNotFoundError(
-                f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: {len(gone)} of its {len(rows_of)} "
-                f"shards were deleted after compaction ({there})"
+                f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: vacuum deleted {len(gone)} of its "
+                f"{counted(len(rows_of), 'shard')} ({there})"
             )
         return Snapshot(number, self.reference, self._reading, rows_of, self._index_rows, self.uri)
 
@@ -483,7 +483,7 @@ class LogprobTable:
         self._require_whole(None)
         since = range(before + 1, int(self._delta.version()) + 1)
         if not since:
-            raise StoreUnavailableError(f"the store {self.uri} does not accept commits after version {before}")
+            raise StoreUnavailableError(f"a commit to the store {self.uri} failed, although no other writer committed")
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
@@ -503,7 +503,8 @@ class LogprobTable:
             self._refresh()
             yield
         raise StoreUnavailableError(
-            f"nothing was written to {self.uri}: for {_PATIENCE / 60:.0f} minutes, other writers committed before every attempt"
+            f"nothing was written to {self.uri}: for {_PATIENCE / 60:.0f} minutes, another writer committed first at each "
+            "attempt; run again when fewer processes write"
         )
 
     def _require_there(self, written: Sequence[Written]) -> None:

@@ -115,7 +115,7 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = whole // size, whole % size // smaller
             return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
-    raise AssertionError("unreachable: 60 seconds or more are at least 1 minute, the smallest unit in the table")
+    raise AssertionError("unreachable: 60 seconds or more match at least the last entry")
 
 
 def moment(when: datetime) -> str:

@@ -120,7 +120,7 @@ def windows(
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:
     """Raise UsageError if max_length is below 1 or truncation_mode is unknown."""
     if truncation_mode not in get_args(TruncationMode):
-        raise UsageError(f"truncation_mode {truncation_mode!r}: use {' or '.join(get_args(TruncationMode))}")
+        raise UsageError(f"truncation_mode {truncation_mode!r}: use {' or '.join(map(repr, get_args(TruncationMode)))}")
     if max_length is not None and max_length < 1:
         raise UsageError(f"max_length {max_length}: must be at least 1")
 

@@ -333,7 +333,7 @@ def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
     if name.startswith(".") and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         return None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-        raise PathError("unusable", "the folder contains something that is neither a file nor a folder", "remove that entry")
+        raise PathError("unusable", "the folder contains an entry that is neither a file nor a folder", "remove that entry")
     return _walk(root, folder, (name,))
 
 

@@ -91,7 +91,9 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ended = [c if c.endswith(eos) else c + eos for c in example.completions]
         return [_Text(text, True) for text in (example.prompt, *(example.prompt + c for c in ended))]
     if not tokenizer.chat_template and _renders_by_template(tokenizer):
-        raise TokenizerError("the rows are conversations, but the tokenizer has no chat template")
+        raise TokenizerError(
+            "the rows are conversations, but the tokenizer has no chat template; set chat_template in its tokenizer_config.json"
+        )
     kwargs = example.template_kwargs
     try:
         return [

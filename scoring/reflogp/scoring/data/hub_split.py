@@ -62,8 +62,8 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
                 process.kill()
     if answer is None:
         raise DatasetError(
-            f"{place}: the process that read the metadata exited with status {process.returncode}; it may have used too much "
-            "memory or time"
+            f"{place}: the process that read the dataset's metadata exited with status {process.returncode}; it may have used "
+            "too much memory or time"
         )
     if "problem" in answer:
         raise DatasetError(f"{place}: {answer['problem']}")
@@ -99,9 +99,7 @@ def _main() -> None:
         commit, names = _commit_and_names(place)
         at = HubPlace(repository, commit)
         if _YAML in names:
-            raise DatasetError(
-                f"the dataset's metadata is in {_YAML}, which is not supported: submit one job for each file, {at}/FILE"
-            )
+            raise DatasetError(f"metadata in {_YAML} is not supported: submit one job for each file, {at}/FILE")
         if _CARD in names:
             _check_card(HubFile(at, _CARD))
         answer: dict[str, Any] = {"commit": commit, "paths": _paths(at, config, split)}
@@ -169,8 +167,8 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
     names = [field.name for field in fields(plain) if field.name not in _PLACES]
     if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
         raise DatasetError(
-            f"the metadata sets {', '.join(options)} for `datasets`, which is not supported: score the dataset with "
-            "`reflogp score`, or upload it as Parquet"
+            f"the dataset's metadata sets {', '.join(options)}; the service does not support such loading options: score the "
+            "dataset with `reflogp score`, or upload it as Parquet"
         )
     paths = [_path(str(url), place) for url in splits[split]]
     if len(paths) > MOST_ENTRIES:

@@ -17,7 +17,7 @@ from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.store import UsageError
 from reflogp.store.images import ImageTokens, Kind, media_of
-from reflogp.store.texts import first_line
+from reflogp.store.texts import counted, first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -68,7 +68,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
     completions = [with_image_parts(messages, 0) for messages in example.completions]
     last = prompt[-1]["role"]
     if last not in ("user", "tool", "assistant"):
-        raise RowError(f"the prompt's last message has the role {last!r}; expected user, assistant or tool")
+        raise RowError(f"the prompt's last message has the role {last!r}; expected 'user', 'assistant' or 'tool'")
     render: Callable[..., str] = processor.apply_chat_template
     kwargs = {name: value for name, value in example.template_kwargs.items() if name != "tools"}
     continued = {"continue_final_message": last == "assistant", "add_generation_prompt": last != "assistant"}
@@ -112,7 +112,7 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
     if any(part.get("image") is not None for part in parts):
         raise RowError("a content part contains an image; put the images in a column named images")
     if len(parts) != images:
-        raise RowError(f"the row has {images} images, but its messages have placeholders for {len(parts)}")
+        raise RowError(f"the row has {counted(images, 'image')}, but its messages have {counted(len(parts), 'placeholder')}")
     other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
     if other is not None:
         raise RowError(f"the row contains {other}, but only text and images can be scored")

@@ -86,7 +86,7 @@ class RowImage:
                 source.save(sink, form)
                 if pixel_digest(decoded(sink.getvalue())) == self.digest:
                     return sink.getvalue()
-        raise RowError(f"no image format can store mode {source.mode} without loss; convert the image to RGB")
+        raise RowError(f"an image of mode {source.mode} cannot be stored without loss; convert it to RGB")
 
 
 @dataclass(frozen=True, eq=False)

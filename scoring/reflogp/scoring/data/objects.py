@@ -47,7 +47,7 @@ def open_dataset(dataset: Any) -> RowSource:
         return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
-            raise UsageError(f"the data frame has several columns with the same name: {', '.join(map(str, dataset.columns))}")
+            raise UsageError(f"the data frame's column names are not unique: {', '.join(map(str, dataset.columns))}")
         return _ObjectRows(lambda: _rows_of_pandas(dataset), len(dataset))
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))

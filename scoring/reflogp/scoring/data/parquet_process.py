@@ -311,7 +311,9 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     if largest > bounds.group_bytes:
         raise group_too_large(file, largest, bounds)
     if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
-        raise DatasetError(f"{file} claims {rows:,} rows with {claimed:,} bytes in total, which exceeds the limit; split it")
+        raise DatasetError(
+            f"{file} claims {rows:,} rows with {claimed:,} bytes in total, more than the limit for a dataset; split it"
+        )
     if not encoded:
         return opened
     leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]

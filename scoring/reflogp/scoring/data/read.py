@@ -37,7 +37,7 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError, ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity
 from reflogp.store.hub import SCHEME, HubFile
-from reflogp.store.texts import shortened
+from reflogp.store.texts import counted, shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
 
@@ -449,7 +449,7 @@ def _surrogate_problem(value: Any) -> str | None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "the row contains an unpaired surrogate (such as \\ud800), which no tokenizer or file can represent"
+        return "the row contains an unpaired surrogate (such as \\ud800), which UTF-8 cannot encode"
     except RecursionError:
         return "the row is nested too deeply"
     return None
@@ -512,7 +512,7 @@ def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
         for cells in rows:
             size = records.next_record()
             if len(cells) != len(header):
-                yield None, f"the row has {len(cells)} columns, but the header has {len(header)}", 0
+                yield None, f"the row has {counted(len(cells), 'column')}, but the header has {len(header)}", 0
             else:
                 yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
 

@@ -230,7 +230,7 @@ class RowTokenizer:
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
                     f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenize: "
-                    "the chat template or the content of these rows makes tokenizing too slow or endless"
+                    "check the chat template and the content of these rows"
                 )
 
     def _why(self, status: int, still: bool) -> str:

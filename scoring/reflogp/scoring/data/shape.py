@@ -72,7 +72,7 @@ def detect_format(columns: dict[str, Any]) -> Format:
     shown = shortened_names(sorted(map(str, names))) or "(none)"
     raise DatasetError(
         f"columns {shown} match no known format; expected chosen, rejected and optionally prompt; or prompt, "
-        "completion, label; or prompt_ids with either chosen_ids and rejected_ids or completion_ids"
+        "completion and label; or prompt_ids, chosen_ids and rejected_ids; or prompt_ids and completion_ids"
     )
 
 
@@ -184,7 +184,7 @@ def require_text(columns: dict[str, Any]) -> None:
 def _check_type(name: str, value: Any, conversational: bool) -> None:
     if conversational:
         if not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
-            raise RowError(f"{name} is not a list of messages with a role")
+            raise RowError(f"{name} is not a list of messages that each have a role")
     elif not isinstance(value, str):
         raise _wrong_type(name, value)
 
@@ -206,7 +206,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
     refused = sorted(set(extra) & reserved_kwargs())
     if refused:
         raise RowError(
-            f"chat_template_kwargs has {', '.join(refused)}, which would change how a row is rendered or encoded; only "
+            f"chat_template_kwargs sets {', '.join(refused)}, which would change how a row is rendered or encoded; only "
             "variables of the model's own chat template are allowed"
         )
     return {"tools": tools, **extra}

@@ -154,7 +154,9 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
         try:
             found = detect_format(columns)
             if form is not None and form != found and (form, found) != ("kto", "preference"):
-                raise DatasetError(f"the columns {shortened_names(list(columns))} match the format {found}, not {form}")
+                raise DatasetError(
+                    f"expected rows in the format {form!r}, but the columns {shortened_names(list(columns))} match {found!r}"
+                )
             return form or found, output_columns(form or found, columns)
         except DatasetError as this:
             error = error or this

@@ -22,6 +22,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
+from reflogp.store.texts import counted
 
 #: The address that starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
@@ -73,7 +74,7 @@ def on_workers(choice: EngineChoice) -> EngineChoice:
     Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
     if choice.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device {choice.device}: Ray assigns a GPU to each worker; use auto, cpu or cuda")
+        raise UsageError(f"device {choice.device}: Ray assigns a GPU to each worker; use 'auto', 'cpu' or 'cuda'")
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
     return replace(choice, device="cuda" if gpu else "cpu") if choice.device == "auto" else choice
 
@@ -93,7 +94,8 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
 def describe_cluster() -> str:
     """Return how many GPUs, CPUs and nodes the cluster has, as text."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
-    return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs on {len(alive)} nodes"
+    gpus, cpus = (counted(int(resources.get(name, 0)), name) for name in ("GPU", "CPU"))
+    return f"{gpus} and {cpus} on {counted(len(alive), 'node')}"
 
 
 def this_node() -> str:

@@ -71,7 +71,7 @@ def _density(axes: Any, density: Density) -> None:
     axes.plot(middles, medians, color=_COLORS[1], linewidth=2, label="median")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
-    axes.set(title="Length against mean log-prob per token", xlabel="tokens of the completion", ylabel="nats per token")
+    axes.set(title="Mean log-prob per token against length", xlabel="completion tokens", ylabel="nats per token")
     axes.legend(frameon=False)
 
 

@@ -112,8 +112,8 @@ def make_figures(collected: Collected, truncation_mode: str) -> Figures:
     per_token = {"pairs": (chosen.means() - rejected.means())[good]}
     return Figures(
         logps,
-        _histograms("Margin: sum of chosen minus sum of rejected", "nats", margins, zero=True),
-        _histograms("Margin per token: mean of chosen minus mean of rejected", "nats per token", per_token, zero=True),
+        _histograms("Margin: log-prob of chosen minus log-prob of rejected", "nats", margins, zero=True),
+        _histograms("Margin per token: mean log-prob of chosen minus that of rejected", "nats per token", per_token, zero=True),
         density,
         truncation,
     )

@@ -16,7 +16,7 @@ from reflogp.scoring.reports.duplicates import Duplicates
 from reflogp.scoring.reports.figures import LabelPreference, PairPreference
 from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
-from reflogp.store.texts import percent
+from reflogp.store.texts import counted, percent
 
 #: fix: something is wrong or missing. check: check this before training. good: this was checked, and no problem was found.
 #: fact: a number without a judgment.
@@ -87,7 +87,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
         return []
     means = np.concatenate([side.means()[collected.usable] for side in collected.sides.values()])
     middle, even = float(np.median(means)), -math.log(vocabulary)
-    said = f"The median completion has {_nats(middle)} nats per token (perplexity {_perplexity(middle)})"
+    said = f"The median completion has a log-prob of {_nats(middle)} nats per token (perplexity {_perplexity(middle)})"
     if middle < even:
         return [
             Finding(
@@ -106,13 +106,13 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         low, high = preference.interval()
         text = (
             f"The reference gives chosen a higher log-prob than rejected in {percent(preference.right, preference.pairs)} of "
-            f"{preference.pairs:,} pairs (95% interval {low:.1%} to {high:.1%}), and in "
+            f"{preference.pairs:,} pairs (95% confidence interval {low:.1%} to {high:.1%}), and in "
             f"{percent(preference.per_token_right, preference.pairs)} if means per token are compared. "
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
             found.append(Finding("fix", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
         else:
-            text += "50% is chance. This does not rate the data, because DPO's loss compares the policy with the reference."
+            text += "50% is chance. This says nothing about the quality of the data: DPO's loss compares policy and reference."
             found.append(Finding("fact", text))
         if preference.shorter_higher is not None:
             shorter = percent(preference.shorter_higher, 1)
@@ -153,10 +153,14 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     found = []
     if preference.without:
         found.append(
-            Finding("fix", f"{preference.without:,} rows have no valid label. KTO needs a label of true or false in each row.")
+            Finding(
+                "fix",
+                f"{counted(preference.without, 'row')} {_have(preference.without)} no valid label. KTO needs a label of true "
+                "or false in each row.",
+            )
         )
     desirable, undesirable = preference.desirable, preference.undesirable
-    said = f"{desirable:,} completions are desirable, {undesirable:,} are undesirable."
+    said = f"Desirable completions: {desirable:,}. Undesirable completions: {undesirable:,}."
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
@@ -176,7 +180,8 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
             Finding(
                 "fact",
                 f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
-                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two. 50% is chance.",
+                f"{percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable completion. "
+                "50% is chance.",
             )
         )
     return found

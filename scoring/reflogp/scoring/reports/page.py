@@ -203,7 +203,7 @@ def draw_density(name: str, density: Density) -> Markup:
         f"Completions of {_tokens(left)} to {_tokens(right)} tokens, means from {plain(low)} to {plain(high)} nats per token. "
         f"Rank correlation between length and mean: {number(density.correlation)}."
     )
-    return chart(name, "Length against mean log-prob per token", described, Markup("").join(parts))
+    return chart(name, "Mean log-prob per token against length", described, Markup("").join(parts))
 
 
 def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
