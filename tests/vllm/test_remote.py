@@ -58,7 +58,7 @@ def test_rows_with_images_are_refused_by_name(server, model, tmp_path):
     sequences = engine_sequences(str(tmp_path), [pair("what is it?", [picture(1)]), pair("no picture", [])])
     problems = connect(server, model).problems(sequences)
     assert list(problems) == [0, 1]
-    assert problems[0].startswith("the sequence has images, but a server generates") and problems[0].endswith(
+    assert problems[0].startswith("the sequence has images, but a vLLM server generates") and problems[0].endswith(
         "; use --engine torch"
     )
 
