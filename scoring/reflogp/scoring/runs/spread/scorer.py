@@ -435,7 +435,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return for how many seconds a worker was ready between the run's first unit and its latest result."""
+        """Return for how many seconds a worker was ready between the run's first unit and the run's latest result."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
