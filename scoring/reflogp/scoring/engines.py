@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Return the operation counts of all sequences scored so far. They are 0 if the engine cannot count operations."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate of matrix products, in operations per second, or None if it cannot be measured."""
+        """Return the device's peak matrix product rate, in operations per second, or None if it cannot be measured."""
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""
@@ -102,7 +102,7 @@ class EngineChoice:
         device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
             weights.
         token_budget: for torch, the maximum number of tokens in a pass, or "auto".
-        trust_remote_code: True runs modeling code from the checkpoint.
+        trust_remote_code: whether to run modeling code from the checkpoint.
         vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
             otherwise this process's interpreter.
         tensor_parallel: for vllm, the number of GPUs across which one model is split.
@@ -181,7 +181,8 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load this engine for a reference and return it. The files in the model folder must be those of the reference.
+        """Load this engine with a reference's model, and return the engine. The model folder must contain the reference's
+        files.
 
         Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads the
         files through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked

@@ -156,7 +156,7 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """Those rows in one window of a dataset that have values, in the dataset's order.
+    """The rows with values in one window of a dataset, in the dataset's order.
 
     Attributes:
         rows: the rows, each as a dict of the columns that were read from the dataset.

@@ -1,4 +1,4 @@
-"""Score misses on several workers: send units to workers that have room, replace lost workers, and retry lost units.
+"""Score misses on several workers: send units to workers that have room, replace lost workers, and retry their units.
 
 All methods are called from the run's thread. ParallelScorer.score returns as soon as there is room for more misses.
 """
@@ -55,7 +55,7 @@ class Worker(Protocol):
         """Score and commit a unit; see UnitScorer.score."""
 
     def peak(self) -> Future[float | None]:
-        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
+        """Return the device's peak matrix product rate; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
