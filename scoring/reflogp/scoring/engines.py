@@ -181,8 +181,9 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load this engine with a reference's model, and return the engine. The model folder must contain the reference's
-        files.
+        """Load this engine with a reference's model, and return the engine.
+
+        The model folder must contain the reference's files.
 
         Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads the
         files through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked
