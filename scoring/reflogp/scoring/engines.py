@@ -1,4 +1,4 @@
-"""Define the protocols that engines implement, and EngineChoice: a description of an engine for use in any process.
+"""Define the protocols that engines implement, and EngineChoice, which describes an engine and can be sent to other processes.
 
 An engine's libraries are imported only when the engine is loaded.
 """
@@ -46,10 +46,10 @@ class Engine(Protocol):
         """Return a description of how this engine computes values. The description is stored with the values."""
 
     def operations(self) -> Operations:
-        """Return the operation counts of all sequences scored so far. Both counts are 0 if the engine cannot count."""
+        """Return the operation counts of all sequences scored so far. They are 0 if the engine cannot count operations."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate of matrix products, in operations per second, or None if it cannot be measured."""
+        """Return the device's peak matrix product rate, in operations per second, or None if it cannot be measured."""
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""
@@ -59,8 +59,7 @@ class PassEngine(Engine, Protocol):
     """An engine that lets other callers score between its passes, as a service's workers require.
 
     Attributes:
-        token_budget: approximate number of tokens in a pass. If a pass has more tokens, merging more requests into it saves no
-            time.
+        token_budget: approximate number of tokens in a full pass. Merging further requests into a full pass saves no time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -103,13 +102,13 @@ class EngineChoice:
         device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
             weights.
         token_budget: for torch, the maximum number of tokens in a pass, or "auto".
-        trust_remote_code: True runs modeling code from the checkpoint.
+        trust_remote_code: whether to run modeling code from the checkpoint.
         vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
             otherwise this process's interpreter.
         tensor_parallel: for vllm, the number of GPUs across which one model is split.
         vllm_options: for vllm, additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
         url: for remote, the URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: for remote, the server's name for the model; None if the server has only one model.
+        served_model: for remote, the name under which the server serves the model; None if it serves only one model.
         concurrency: for remote, the maximum number of simultaneous requests.
         patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
         check_claim: for remote, whether to compare some of the server's values with values from the local weights before
@@ -148,7 +147,7 @@ class EngineChoice:
         """Return the dtype for a model without stored values: "float32" if this engine has no GPU, otherwise "bfloat16".
 
         On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
-        models on CPUs are trained in float32. vLLM and the server of a remote engine are assumed to have a GPU.
+        models are usually trained in float32 on a CPU. vLLM and the server of a remote engine are assumed to have a GPU.
         """
         import torch
 
@@ -182,7 +181,9 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load this engine for a reference and return it. The files in the model folder must be those of the reference.
+        """Load this engine with a reference's model, and return the engine.
+
+        The model folder must contain the reference's files.
 
         Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads the
         files through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked
@@ -241,7 +242,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Before and after the block, check that the paths lead to the open files: vLLM opens the files by path."""
+            """Before and after the block, check that each path still leads to the hashed file: vLLM opens the files by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:

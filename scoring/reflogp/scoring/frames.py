@@ -1,6 +1,7 @@
 """Encode and read the messages that processes exchange over pipes.
 
-Messages do not use pickle. Each message consists of two lengths, a JSON object and a body of bytes.
+Messages are not pickled. Each message consists of the lengths of its two parts, followed by the parts: a JSON object and a body
+of bytes.
 """
 
 from __future__ import annotations

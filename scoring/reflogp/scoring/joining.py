@@ -37,7 +37,7 @@ class JoinSummary:
 
     Attributes:
         rows: number of rows that were read.
-        written: number of rows with reference log-probs in the output.
+        written: number of rows in the output; each has reference log-probs.
         missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
         bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
@@ -101,8 +101,8 @@ def join_dataset(
     coverage, how many rows were read and how many were written.
 
     Args:
-        dataset: the dataset to join. It must not keep its token ids in a file (the argument `kept`), because that file lacks
-            the dataset's original columns.
+        dataset: the dataset to join. It must have been created without `kept`, because a file of token ids lacks the dataset's
+            original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
@@ -149,19 +149,19 @@ def join_dataset(
 
 
 def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
-    """Return the reference, snapshot and settings of joined values, as JSON values for the metadata of a Parquet file."""
+    """Return the reference, snapshot and settings of joined values, as a dict for the metadata of a Parquet file."""
     numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
     return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
 
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """Those rows in one window of a dataset that have values, in the dataset's order.
+    """The rows with values in one window of a dataset, in the dataset's order.
 
     Attributes:
         rows: the rows, each as a dict of the columns that were read from the dataset.
         numbers: row numbers in the dataset, starting at 0, int64.
-        columns: the columns that the join adds: keys, float32 sums in nats, how many log-probs each sum has, and ref_row.
+        columns: the columns that the join adds: keys, float32 sums in nats, the number of log-probs in each sum, and ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -244,8 +244,8 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins a RowSource from its first row on, and yields the windows. Its second argument says whether
-            the dataset is a stream, which may be endless.
+        windows: function that joins the rows of a RowSource, starting with the first, and yields JoinedWindows. Its second
+            argument is True if the dataset is a stream, which may be endless.
 
     Raises:
         DatasetError: no row can be used.

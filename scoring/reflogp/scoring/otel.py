@@ -111,7 +111,7 @@ class _Reasons(logging.Filter):
     """A filter that keeps the exporter's messages out of the log, because an unreachable collector causes many of them.
 
     Attributes:
-        first: the first message that the exporter logged about a request.
+        first: the first message that the exporter logged about the latest request.
     """
 
     first = ""
@@ -166,7 +166,7 @@ class TracedRun:
     Args:
         tracer: the SDK's object that creates spans.
         root: the root span.
-        stops: exceptions that end the run but do not count as errors.
+        stops: types of exceptions that end the run but do not count as errors.
         ids: attributes to set on every span.
 
     Attributes:
@@ -241,7 +241,8 @@ class TracedRun:
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
         """Record, in a stage's span, the exception that ended the stage.
 
-        An exception in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to an error.
+        An exception of a type in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to
+        ERROR.
         """
         text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):

@@ -99,7 +99,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Return a reference to the current tokenizer in a model folder, without loading the tokenizer.
+        """Return a TokenizerRef for the tokenizer that a model folder contains now, without loading the tokenizer.
 
         Raises the same errors as `open_tokenizer`.
         """

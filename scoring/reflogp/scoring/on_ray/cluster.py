@@ -1,7 +1,7 @@
 """Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-To find out whether another node shares a folder, this process writes a temporary file to the folder, and the node looks for the
-file.
+To find out whether another node sees the same folder as this node, this process writes a temporary file to the folder, and the
+other node looks for the file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def connect(address: str | None) -> bool:
     """Connect to the cluster at an address. If this process is already connected to a cluster, change nothing and return False.
 
     Args:
-        address: "auto", host:port, ray://host:port, or "local"; None means the address in $RAY_ADDRESS; if the variable is not
-            set, Ray is started on this machine.
+        address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
+            $RAY_ADDRESS, or "local" if the variable is not set.
 
     Raises UsageError if there is no cluster at the address.
     """

@@ -46,8 +46,8 @@ class NodeWorker(ScoringWorker):
         """Load the engine and open the store; see `prepare`.
 
         Args:
-            file: probe file in the store's folder, or None if the store is not a local folder. EngineError is raised if the
-                file does not exist on this node.
+            file: path of the temporary file that the run wrote to the store's folder, or None if the store is not a local
+                folder. EngineError is raised if this node does not see the file.
         """
         if file is not None:
             require_visible(file)
@@ -94,7 +94,7 @@ class ClusterWorkers:
     def begin(self, have: int) -> list[Worker]:
         """Start the missing workers; see Workers.begin.
 
-        A worker that was started but not placed by Ray yet does not count as missing.
+        A worker that was started but that Ray has not placed yet does not count as missing.
         """
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
@@ -103,7 +103,7 @@ class ClusterWorkers:
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
     def look(self, is_any_placed: bool) -> None:
-        """If no worker is placed, warn once, and raise EngineError after `place_seconds` seconds; see Workers.look.
+        """If no worker is placed, warn once after a minute, and raise EngineError after `place_seconds`; see Workers.look.
 
         If at least one worker is placed, there is no warning or error about the others. Ray does not report whether a worker is
         waiting for resources or for its process to start. Therefore, this method only measures how long the workers have been

@@ -60,7 +60,8 @@ class ReportSummary:
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: kind of outlier -> number of examples.
         truncation: effect of each compared max_length (see `truncation.Cut`).
-        findings: the findings at the top of the page, with `kind` ("fix", "check", "fact" or "good"), `text` and `command`.
+        findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
+            and `command`.
         seconds: number of seconds that the report took.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
         snapshot: number of the snapshot that the values were read from.

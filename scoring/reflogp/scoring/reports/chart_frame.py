@@ -43,8 +43,8 @@ def message(text: str) -> Markup:
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal grid lines with labels, one for each tick. The line of a tick that is not above `low` gets the style
-    of the x axis.
+    """Return horizontal grid lines with labels, one for each tick. A line at or below `low` is drawn in the style of the x
+    axis.
     """
     return Markup("").join(
         Markup(

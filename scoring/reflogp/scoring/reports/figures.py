@@ -232,9 +232,9 @@ class LabelPreference:
     Attributes:
         desirable, undesirable, without: numbers of examples with the label desirable, with the label undesirable, and without a
             label. Examples without log-probs are also counted.
-        desirable_higher: fraction of all comparisons between a desirable and an undesirable completion in which the desirable
-            one has the higher mean log-prob per token. Ties count as one half, as in the area under the ROC curve. The fraction
-            is None if no desirable or no undesirable completion has log-probs.
+        desirable_higher: among all combinations of a desirable and an undesirable completion, the fraction in which the
+            desirable one has the higher mean log-prob per token. Ties count as one half, as in the area under the ROC curve.
+            The fraction is None if no desirable or no undesirable completion has log-probs.
     """
 
     desirable: int

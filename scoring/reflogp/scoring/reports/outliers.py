@@ -31,7 +31,7 @@ class OutlierKind:
         name: name of this kind, such as "very unlikely completions".
         rule: the rule, in words.
         unit: unit of the values in `worst`.
-        count: number of examples that the rule found.
+        count: number of examples that match the rule.
         worst: (index of the example, value) for the most extreme examples, most extreme first.
     """
 

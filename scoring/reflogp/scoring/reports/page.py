@@ -1,7 +1,7 @@
 """Render a report's page: a single HTML file with inline SVG charts and without scripts or external resources.
 
-The page's content security policy prevents browsers from running scripts, and from loading resources, that the dataset's texts
-may contain.
+If the dataset's texts contain scripts or links to resources, the page's content security policy prevents browsers from running
+or loading them.
 """
 
 from __future__ import annotations

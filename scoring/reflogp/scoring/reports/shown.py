@@ -1,4 +1,4 @@
-"""Read the examples that a report shows: their text, and each token's log-prob, with one of seven levels of surprise.
+"""Read the examples that a report shows: their text, and each token's log-prob and level of surprise (one of seven).
 
 Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
 """
@@ -94,7 +94,10 @@ def image_text(tokens: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace controls and unusual spaces with visible symbols; if a text consists only of spaces, replace them with dots."""
+    """Replace control characters and unusual spaces with visible symbols.
+
+    If a text consists only of spaces, replace them with dots.
+    """
     if text and not text.strip(" "):
         return "·" * len(text)
     return "".join(_visible_character(character) for character in text)
@@ -170,7 +173,7 @@ class Shown:
     Attributes:
         label: 1 for desirable, 0 for undesirable; None for a pair or an example without a label.
         images: the example's first images, as data URIs of small PNG files without the original's metadata.
-        more_images: number of images that are not shown.
+        more_images: number of further images, which are not shown.
     """
 
     row: int

@@ -5,8 +5,8 @@ function is stored (Broder, 1997). Prompts and completions are hashed separately
 the sketch of an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs
 that the examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of
 several examples agree in a group, each of these examples is compared only with the first of them and with the one before it.
-The work therefore grows with the number of examples, not with its square. Two completions are compared token by token only if
-their lengths, and how often each token occurs in them, do not already rule out the required similarity.
+The work therefore grows with the number of examples, not with its square. The similarity of two completions is computed exactly
+only if their lengths, and how often each token occurs in them, do not already rule out the required similarity.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (first, second): the indices of the examples to compare with each other.
 
-    In each group of entries, an example is paired with the first and the last of the earlier examples that agree with it.
+    For each group of entries, an example is paired with the first and the last of the earlier examples that agree with it in
+    this group.
     """
     count = len(bands)
     codes = np.zeros(0, np.int64)

@@ -25,13 +25,13 @@ class ProgressCallbacks:
         """Report that `rows` rows have been read and tokenized so far."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done; the engine computed `tokens` tokens for them."""
+        """Report that `sequences` more sequences are done, for which the engine processed `tokens` tokens."""
 
     def bad_row(self, row: int, problem: str) -> None:
-        """Report a row that has no values after this run; `problem` is the reason."""
+        """Report a row that cannot be used or scored; `problem` is the reason."""
 
     def note(self, row: int, remark: str) -> None:
-        """Report a remark about a row that has values."""
+        """Report a remark about a row that can be used, such as that its prompt is empty."""
 
     def committed(self, snapshot: int) -> None:
         """Report a commit; `snapshot` is the number of the new snapshot."""

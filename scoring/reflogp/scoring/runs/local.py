@@ -1,4 +1,4 @@
-"""Score misses with one engine in this process."""
+"""Score misses (sequences that the store lacks) with one engine in this process."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class ScoringPipeline:
 
         Args:
             misses: misses that the engine can score (see Engine.problems).
-            at_once: whether to commit as soon as the whole group is computed.
+            at_once: whether to commit as soon as the whole group has been scored.
         """
         return self._groups.put(_Group(misses, at_once))
 
@@ -256,7 +256,7 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are computed together; `left` is the number of these misses that have no outcome yet."""
+    """Misses that are passed to the engine together; `left` is the number of these misses that have no outcome yet."""
 
     misses: list[Miss]
     at_once: bool

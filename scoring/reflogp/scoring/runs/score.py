@@ -47,13 +47,13 @@ class ScoreSummary:
 
     Attributes:
         rows: number of rows that were read.
-        bad_rows: number of rows that have no values after the run.
+        bad_rows: number of rows that have no values because they cannot be read, tokenized or scored.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
         empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
             value, as in TRL's loss.
         sequences: number of sequences in usable rows.
-        hits: number of sequences that were in the store before the run.
+        hits: number of sequences whose log-probs were in the store before the run.
         duplicates: number of sequences that occurred earlier in the same run.
         scored: number of sequences whose log-probs were computed.
         failed: number of sequences that could not be scored.
@@ -62,9 +62,9 @@ class ScoreSummary:
         scoring_seconds: part of the wall time during which an engine was computing.
         tokens_per_second: tokens divided by scoring_seconds.
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
-            together multiply random matrices; at most 1. Shared tokens count once and padding does not count (see Operations).
-            None if nothing was computed, or if the engine cannot count operations.
-        sharing_gain: number of operations that scoring would take if each sequence had a forward pass of its own, divided by
+            together multiply random matrices; at most 1. Tokens that several sequences share count once, and padding does not
+            count (see Operations). None if nothing was computed, or if the engine cannot count operations.
+        sharing_gain: number of operations that scoring would take with a separate forward pass for each sequence, divided by
             the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
             count operations.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
@@ -132,16 +132,16 @@ def score_dataset(
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
 ) -> ScoreSummary:
-    """Score the sequences of a dataset whose log-probs are not in the store.
+    """Score those sequences of a dataset that have no log-probs in the store.
 
     Args:
         dataset: the tokenized dataset.
         store: store for the values.
         reference: the reference model that the scorer uses.
         scorer: object that computes and commits values. The scorer gets no sequences if the store already has all values.
-        settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
-            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences are
-            scored.
+        settings: the trainer's max_length and truncation_mode. With "keep_start", no token after position max_length is scored;
+            with "keep_end", only the last max_length tokens are scored. ld_alpha is ignored. If `settings` is None, whole
+            sequences are scored.
         watcher: callbacks for progress and bad rows.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
 

@@ -1,4 +1,4 @@
-"""Score misses on several workers: send units to workers that have room, replace lost workers, and retry lost units.
+"""Score misses on several workers: send units to workers that have room, replace lost workers, and retry their units.
 
 All methods are called from the run's thread. ParallelScorer.score returns as soon as there is room for more misses.
 """
@@ -55,7 +55,7 @@ class Worker(Protocol):
         """Score and commit a unit; see UnitScorer.score."""
 
     def peak(self) -> Future[float | None]:
-        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
+        """Return the device's peak matrix product rate; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
@@ -435,7 +435,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return for how many seconds a worker was ready between the run's first unit and its latest result."""
+        """Return for how many seconds a worker was ready between the run's first unit and the run's latest result."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:

@@ -57,7 +57,7 @@ class UnitQueue:
         return self._grouped + sum(len(unit.misses) for unit in self._again)
 
     def put(self, misses: list[Miss]) -> None:
-        """Queue misses, next to other misses with the same prompt."""
+        """Queue misses, and keep misses with the same prompt together."""
         for miss in misses:
             self._groups.setdefault(_prompt(miss), deque()).append(miss)
         self._grouped += len(misses)
@@ -151,7 +151,7 @@ class Rate:
         self._seconds = kept * self._seconds + seconds
 
     def per_second(self) -> float | None:
-        """Return the number of sequences per second of one worker, or None before the first unit."""
+        """Return how many sequences one worker scores per second, or None if no unit has been scored yet."""
         return self._sequences / self._seconds if self._seconds else None
 
 
