@@ -182,8 +182,7 @@ class PackLayout:
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                """Split a tensor with one value per token into blocks; return the smallest and the largest value of each
-                block."""
+                """Split a tensor (tokens,) into blocks; return the smallest and the largest value of each block."""
                 padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
                 low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
                 return low, high

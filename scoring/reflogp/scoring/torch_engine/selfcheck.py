@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import first_line
 
-#: Maximum root mean square difference from a plain, unpadded pass of the same model in the same dtype, in nats per token.
+#: Maximum root mean square difference from ordinary, unpadded passes of the same model in the same dtype, in nats per token.
 #: Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in deeper models). A token that
 #: attends to another sequence, or has a wrong position, is off by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -162,7 +162,7 @@ def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Select the fastest path whose values agree with ordinary forward passes; warn if it is not the packed path.
+    """Configure the model for the fastest path that agrees with ordinary forward passes; warn if it is not the packed path.
 
     Args:
         head: the model's output layer.

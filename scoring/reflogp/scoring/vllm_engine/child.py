@@ -62,8 +62,7 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Length, in tokens, of the longest sequence that vLLM can score: vLLM's limit minus the one token that vLLM
-        samples."""
+        """Length of the longest sequence, in tokens: one less than vLLM's limit, because vLLM samples one token."""
         return int(self._about["max_model_len"]) - 1
 
     @property
