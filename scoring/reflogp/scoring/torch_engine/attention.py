@@ -162,10 +162,10 @@ class PackLayout:
     def block_mask(self, window: int | None) -> Any:
         """Return FlexAttention's mask for the pack.
 
-        A pack is in depth-first order, so query q attends to key k exactly when k <= q < end[k], where end[k] is the index
-        after the last token that descends from k. If the tokens of an image attend to each other in both directions, the
-        condition k <= q becomes k < reach[q], where reach[q] is the index after the last token of the query's image, or q + 1
-        if the query is a text token.
+        The tokens of a pack are in depth-first order of the tree of shared prefixes. Therefore, query q attends to key k
+        exactly when k <= q < end[k], where end[k] is the index after the last branch whose path contains token k. If the tokens
+        of an image attend to each other in both directions, the condition k <= q becomes k < reach[q], where reach[q] is the
+        index after the last token of the query's image, or q + 1 if the query is a text token.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -182,7 +182,7 @@ class PackLayout:
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                """Split the tokens' values into blocks; return the smallest and the largest value of each block."""
+                """Split a tensor (tokens,) into blocks; return the smallest and the largest value of each block."""
                 padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
                 low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
                 return low, high
@@ -430,7 +430,7 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys before its own key, and how many after it, a query attends to; -1 means all keys."""
+    """Return a query's window: how many keys before and after its own key it attends to (-1 means all)."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
@@ -497,7 +497,8 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """List the key blocks that each query block reads, in FlexAttention's format.
 
     The first tensor, shape (1, 1, n), contains, for each query block, the number of key blocks that it reads. The second tensor
-    has the shape (1, 1, n, n). Its row for a query block begins with the indices of these key blocks.
+    has the shape (1, 1, n, n). Each row belongs to a query block and begins with the indices of the key blocks that this query
+    block reads.
     """
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)

@@ -35,7 +35,7 @@ _PATIENCE = 300
 def problem(size: int, value_size: int) -> str | None:
     """Return why the kernel cannot be used on this machine for these head sizes, or None if it can.
 
-    The first call on a machine takes 10 s, because it builds the kernel.
+    The first call on a machine takes about 10 s, because it builds the kernel.
     """
     if size % 2:
         return f"head size {size} is odd, but the kernel supports only even head sizes"
@@ -58,7 +58,7 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute causal attention: each query of a branch attends only to keys on the branch's path, up to the query's own key.
+    """Compute causal attention: each query attends only to keys on its branch's path (see packing.py), up to its own key.
 
     Args:
         query: queries, bfloat16 (heads, tokens, head size).

@@ -1,8 +1,8 @@
 """Score token sequences with a frozen model on one device.
 
 The engine chooses the size of each forward pass and recovers when memory runs out. While the device computes a pass, the engine
-prepares the next pass and copies the results of the previous one. The engine works with token ids only and knows nothing about
-text, keys or stores.
+prepares the next pass and copies the results of the previous one. The engine's input consists of token ids and images; the
+engine does not use text, keys or stores.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return a dictionary from the index of each sequence that this model cannot score to the reason."""
+        """Return a dictionary that maps the index of each sequence that cannot be scored to the reason."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -195,10 +195,10 @@ class TorchEngine:
 
         Args:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
-                the longest first; groups of a few thousand sequences share prefixes and fill passes well. The iterator runs in
-                one of the engine's threads and must not block: yield an empty group when no sequences are available yet. When
-                the engine gets an empty group, it waits for the pass in flight and yields the outcomes of that pass. If no pass
-                is in flight, it yields an empty list.
+                the longest first; in groups of a few thousand sequences, most shared prefixes are computed only once, and most
+                passes are full. The iterator runs in one of the engine's threads and must not block: yield an empty group when
+                no sequences are available yet. When the engine gets an empty group, it waits for the pass in flight and yields
+                the outcomes of that pass. If no pass is in flight, it yields an empty list.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
                 sequences, counted across all groups (see Yields).
@@ -276,10 +276,10 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if packs with images give the same values as padded batches.
+        """Return True if sequences with images may be packed, because packing does not change their values.
 
-        The values are compared once, for the first sequences with images. If memory runs out during the comparison, return
-        True: `_launch` then treats the pass as one that does not fit, and the next pass with images repeats the comparison.
+        This is checked once, on the first sequences with images. If memory runs out during the check, return True: `_launch`
+        then treats the pass as one that does not fit, and the check is repeated for the next pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -317,7 +317,7 @@ class TorchEngine:
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate of matrix products in the model's dtype, in operations per second.
+        """Return the device's peak matrix-multiplication rate in the model's dtype, in operations per second.
 
         The rate is measured with products of random matrices, once for each device and dtype. Return None if memory runs out.
         """
@@ -340,7 +340,7 @@ class TorchEngine:
             del self._head
 
     def provenance(self) -> dict[str, Any]:
-        """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""
+        """Return the library versions and settings that the engine uses; they are stored together with its log-probs."""
         return {
             "engine": "torch",
             "torch": torch.__version__,
@@ -392,7 +392,7 @@ class TorchEngine:
 
         A sequence that is longer than the budget, or longer than the model's `rope_limit`, is the only one in its pass, and
         sequences with an attention mask are scored in padded batches. Sequences with images are not mixed with text-only
-        sequences in a pass, and all images of a pass have the same processor.
+        sequences in a pass, and all images of a pass use the same processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []

@@ -1,8 +1,8 @@
 """Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the number of operations per second that the values
-depend on, divided by the peak rate of the device. Here the peak rate is measured with a large matrix product, not taken from a
-data sheet.
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the number of useful operations per second divided by
+the device's peak rate. Operations are useful if a value depends on them. Here the peak rate is measured with a large matrix
+product, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attentio
 
 
 class ForwardFlops:
-    """Counts the operations of a model's forward passes, two per multiply-add.
+    """Counts the operations of a model's forward passes; each multiply-add counts as two operations.
 
     Each weight matrix of the decoder is counted once per token (an expert's weights only for the expert's share of the tokens).
     Attention is counted once per query-key pair, and the output embedding once per predicted token. For layers with other types
@@ -55,7 +55,7 @@ class ForwardFlops:
         self._layers = _attention_layers(config)
 
     def plain(self, sequences: list[Sequence]) -> float:
-        """Return the number of operations for scoring each sequence in a forward pass of its own."""
+        """Return the number of operations for scoring each sequence in a separate forward pass."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
@@ -107,7 +107,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """For each layer type, return its number of layers and a function: number of tokens -> number of query-key pairs."""
+    """Return (number of layers, function from number of tokens to number of query-key pairs) for each layer type."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -132,7 +132,7 @@ def _pairs(count: Any) -> Any:
 
 @cache
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the peak rate of square matrix products, in operations per second.
+    """Measure the device's peak rate for multiplying square matrices, in operations per second.
 
     The matrices are random, like a model's weights: if all elements were equal, a GPU would draw less power and run faster. The
     result is the best rate over several repeats of two sizes, because other work on the machine can make a product slower, but
@@ -150,7 +150,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Multiply two random matrices several times, as a linear layer does; return the shortest time of a product in seconds."""
+    """Multiply two random matrices several times, as a linear layer does; return the time of the fastest product in seconds."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     took: list[float] = []

@@ -72,7 +72,7 @@ class InFlight:
 
 
 class Prepared:
-    """A context manager that prepares each unit in the background while the device computes the previous one.
+    """A context manager that prepares each unit (a forward pass) in the background while the device computes the previous one.
 
     Args:
         units: the units to prepare. A background thread iterates over the units, one at a time. When there is nothing to

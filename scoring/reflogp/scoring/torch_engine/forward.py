@@ -83,7 +83,7 @@ def forward_pack(
 ) -> torch.Tensor:
     """Return the log-probs of the tokens in `pack.predicted`, float32 (predictions,) on the device.
 
-    The model must be set to packed attention.
+    The model must use packed attention (see attention.py).
 
     Args:
         refused: names of attention kernels that must not be used.

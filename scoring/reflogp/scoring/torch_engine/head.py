@@ -1,4 +1,4 @@
-"""Compute the log-probs of given tokens from hidden states.
+"""Compute the log-probs of target tokens from the hidden states that predict them.
 
 The full logits, of shape (tokens, vocabulary), are never in memory at once. Sums over the vocabulary are computed in float32.
 """
@@ -33,7 +33,7 @@ _SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Logits:
-    """The function that turns the output embedding's product into logits: softcap * tanh(scale * product / softcap)."""
+    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -47,9 +47,9 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    If the head is a matrix product, with or without a scale and a soft cap, this class computes the product itself, and
-    computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest single
-    source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
+    If the head consists of a matrix product, optionally with a scale and a soft cap, this class computes the product itself,
+    and computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest
+    single source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
     forward is called with the given hidden states, so no architecture-specific code is needed.
 
     Under autocast, the target token's logit is rounded too, because the log-probs are compared with those of a training run

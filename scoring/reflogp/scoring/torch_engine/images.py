@@ -6,7 +6,7 @@ arxiv.org/abs/2406.04334). Some models (Qwen-VL) use position ids with several c
 function computes these ids for each sequence.
 
 Before sequences with images are packed, `layout_of` checks the first of them, to ensure that packing changes neither the
-tokens' positions nor the tokens that each token attends to.
+tokens' positions nor which tokens attend to each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
     """Return a model's inputs for these images, on the host, and the names of the processor's token-type outputs.
 
     Args:
-        images: the images of one or more sequences; all must have the same processor.
+        images: the images of one or more sequences; all must use the same processor.
 
     Raises:
         PictureError: an image can no longer be read.
@@ -145,7 +145,7 @@ class ImageFeatures:
     limit, the image is decoded and processed again for each pack that contains it.
 
     Args:
-        model: the model, which must be set to its own attention implementation before inputs are built.
+        model: the model; while inputs are built, it must use its own attention implementation.
         device: the model's device.
         limit: maximum size of the kept features, in bytes.
     """
@@ -276,7 +276,7 @@ def _key(part: SequenceImages) -> _Part:
 
 
 def _position_arguments(model: Any) -> frozenset[str]:
-    """Return the argument names of the model's own function that computes positions; empty if it has no such function."""
+    """Return the names of the arguments of the model's own position function; empty if it has no such function."""
     function = getattr(model.base_model, "get_rope_index", None)
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 

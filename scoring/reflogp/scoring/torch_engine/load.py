@@ -177,7 +177,7 @@ def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote
 
 
 def in_memory(model: Any) -> LoadedModel:
-    """Prepare for scoring a transformers causal language model that is already in memory.
+    """Prepare a transformers causal language model that is already in memory, so that it can be used for scoring.
 
     This function switches the model to evaluation mode and turns off gradients for its parameters. All parameters must be on
     the same device and have the same dtype.
@@ -281,8 +281,8 @@ def _rope_limit(config: Any) -> int | None:
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
     """Return (class that builds the model, number of parameters); tied parameters are counted once.
 
-    Vision-language checkpoints can score text too, but transformers does not list them as causal language models. They are
-    therefore loaded as image-text-to-text models.
+    Vision-language models can be used to score text too, but transformers does not list them as causal language models. They
+    are therefore loaded as image-text-to-text models.
     """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
@@ -302,6 +302,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Return True if `model_class` is built from the text part of `config`, not from the whole config."""
+    """Return True if models of `model_class` are built from the text part of `config`, not from the whole config."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

@@ -75,13 +75,13 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences, and yield the packs with the largest groups of sequences first.
+    """Pack sequences; yield first the packs that contain the largest groups of sequences with shared prefixes.
 
     Args:
         sequences: any number of sequences. For a large dataset, call this function for one window of sequences at a time.
-        token_budget: maximum number of tokens in a pack. A longer sequence gets a pack of its own.
-        min_shared: minimum number of tokens in a prefix that sequences share; shorter prefixes are computed again for each
-            sequence.
+        token_budget: maximum number of tokens in a pack. A sequence that is longer than this is the only one in its pack.
+        min_shared: minimum length, in tokens, of a shared prefix that is computed only once; shorter prefixes are computed
+            again for each sequence.
     """
     ids = [sequence.ids() for sequence in sequences]
     order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())

@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import first_line
 
-#: Maximum root mean square difference from a plain, unpadded pass of the same model in the same dtype, in nats per token.
+#: Maximum root mean square difference from ordinary, unpadded passes of the same model in the same dtype, in nats per token.
 #: Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in deeper models). A token that
 #: attends to another sequence, or has a wrong position, is off by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -41,8 +41,8 @@ class SelfCheck:
 
     Attributes:
         path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
-        difference: root mean square difference between the log-probs of that path and those of a plain, unpadded pass, in nats
-            per token.
+        difference: root mean square difference between the log-probs of that path and those of separate, unpadded forward
+            passes of the same sequences, in nats per token.
         tolerance: largest allowed `difference`, in nats per token.
         rejected: dict from the name of each unused path or attention kernel to the reason why it is not used; the name
             "compiled" stands for compiled layers.
@@ -66,12 +66,12 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class ImageCheck:
-    """The result of comparing packs with padded batches on the first sequences with images.
+    """The result of checking, with the first sequences with images, whether packing changes their values.
 
     Attributes:
         path: how sequences with images are scored: "packed" or "padded".
-        difference: root mean square difference between the values of the two paths, in nats per token; None if packing was not
-            possible.
+        difference: root mean square difference between the packed values and those of the sequences scored one at a time, in
+            nats per token; None if packing was not possible.
         reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
         refused_kernels: names of attention kernels that no pack with images may use.
@@ -92,7 +92,7 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Decide, by scoring a few of them, whether sequences with images are packed or padded; warn if they are padded.
+    """Score a few sequences with images to decide whether to pack or pad such sequences; warn if they are padded.
 
     The sequences are scored both packed and one at a time.
 
@@ -162,7 +162,7 @@ def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Configure the model for the fastest path that agrees with a plain pass, and warn if that is not the packed path.
+    """Configure the model for the fastest path that agrees with ordinary forward passes; warn if it is not the packed path.
 
     Args:
         head: the model's output layer.
@@ -244,7 +244,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
 
 
 def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """Return (root mean square difference from a plain pass's values, a message if it exceeds the tolerance or None)."""
+    """Return the RMS difference between the two arrays, and a message if it exceeds the tolerance (otherwise None)."""
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
@@ -267,7 +267,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers, unless this fails or changes the values. Return (difference from a plain pass, problem or None)."""
+    """Compile the layers; undo this if it fails or changes the values. Return (difference from `plain`, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")

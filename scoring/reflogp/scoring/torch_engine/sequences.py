@@ -96,8 +96,8 @@ class Sequence:
             padding. A row with a mask is passed, together with the mask, to the model's own forward method, which chooses the
             position ids. Padding tokens in the row's completion get values too. If the model's positions are absolute, padding
             on the left changes all values.
-        images: the images of the prompt; None for a text-only sequence. In prompt_ids, image tokens have image ids (see
-            reflogp.store.images).
+        images: the images of the prompt; None for a text-only sequence. In prompt_ids, each image token is represented by an
+            image id (see reflogp.store.images).
 
     Examples:
         >>> from reflogp.scoring import Sequence
@@ -127,7 +127,7 @@ class Sequence:
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
-    """Return why a model cannot score this sequence, or None if it can."""
+    """Return why this sequence cannot be scored with the model, or None if it can."""
     if not len(sequence.prompt_ids):
         return "the prompt is empty: the first token would have no context; begin the prompt with the BOS token"
     if not len(sequence.completion_ids):
@@ -212,11 +212,11 @@ class Operations:
     """Operation counts for scored sequences. Both counts are 0 if the engine cannot count operations.
 
     Attributes:
-        plain: operations if each sequence were scored in a forward pass of its own.
-        computed: operations of the passes that ran, with shared tokens counted once. Only operations that affect a value are
-            counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not counted.
-            The only exceptions are tokens of a padded batch that a sequence's attention mask hides. The device therefore
-            executed at least this many operations.
+        plain: number of operations for scoring each sequence in a separate forward pass.
+        computed: number of operations in the passes that ran, with shared tokens counted once. Only operations that affect a
+            value are counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not
+            counted. The only exceptions are tokens of a padded batch that a sequence's attention mask hides. The device
+            therefore executed at least this many operations.
     """
 
     plain: float = 0.0
@@ -230,5 +230,5 @@ class Operations:
 
     @property
     def sharing_gain(self) -> float | None:
-        """`plain` divided by `computed`, which is at least 1; None if no operations were counted."""
+        """The ratio of `plain` to `computed`, at least 1; None if no operations were counted."""
         return self.plain / self.computed if self.computed else None

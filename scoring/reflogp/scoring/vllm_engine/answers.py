@@ -1,4 +1,4 @@
-"""Define vLLM's requests and responses, and check that a response contains the completion's log-probs.
+"""Define requests to vLLM and its responses, and check that a response contains the completion's log-probs.
 
 Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
 engine exchange requests and responses as Arrow IPC streams. This module is imported both by the vLLM process and by the process
@@ -84,8 +84,8 @@ class VllmEndedError(Exception):
 def believable(values: Any, cached: int, sequence: Sequence) -> bool:
     """Return True if a response contains plausible log-probs for the whole completion.
 
-    The log-probs must be finite and not positive. vLLM must have computed the positions that predict the completion, instead of
-    reading them from its cache.
+    The log-probs must be finite and, except for rounding errors, not positive. vLLM must have computed the positions that
+    predict the completion, instead of reading them from its cache.
 
     Args:
         values: float32 array, or None if the response contains no values.
@@ -163,7 +163,7 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
     """Return responses as a table with the schema ANSWERS.
 
-    The `at` of each response must be the number that its request has in `requests_body`, not an index.
+    The `at` of each response must be the number under which `requests_body` encoded its request, not the request's index.
     """
     return _table(answers, ANSWERS)
 

@@ -43,8 +43,8 @@ class VllmProcess:
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: function that returns a context manager for loading the model. The context manager raises FileChangedError if
-            the model's files are not those of the reference.
+        unchanged: function that returns a context manager in which vLLM loads the model. The context manager raises
+            FileChangedError if the model's files are not those of the reference.
 
     Raises:
         UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
@@ -62,7 +62,7 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens in a sequence: one less than vLLM's limit, because vLLM samples one token."""
+        """Length of the longest sequence, in tokens: one less than vLLM's limit, because vLLM samples one token."""
         return int(self._about["max_model_len"]) - 1
 
     @property

@@ -94,7 +94,7 @@ class Transport(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens in a sequence that vLLM can score."""
+        """Length, in tokens, of the longest sequence that vLLM can score."""
 
     @property
     def token_budget(self) -> int:
@@ -142,7 +142,7 @@ class VllmEngine:
     scoring continues. A sequence that makes vLLM exit is identified and skipped.
 
     Args:
-        transport: connection to a vLLM that has loaded the reference model.
+        transport: connection to a vLLM process or server that has loaded the reference model.
         reference: the reference whose values are computed.
 
     Attributes:
@@ -195,8 +195,8 @@ class VllmEngine:
         `before` is called before each pass is sent, with the indices of the pass's sequences.
 
         Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens only at temperature 1), or vLLM
-                cannot be restarted.
+            EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), or
+                vLLM cannot be restarted.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 

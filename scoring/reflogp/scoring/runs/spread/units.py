@@ -54,7 +54,7 @@ class Sent:
     """A decoded unit.
 
     Attributes:
-        keys: binary array of the sequences' keys, which are computed before truncation.
+        keys: binary array of the keys of the untruncated sequences.
         sequences: the sequences to score.
         completion_lens: array of the lengths of the whole completions, in tokens.
     """
@@ -80,7 +80,7 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return the decoded image. Raises RowError if Pillow on this machine decodes it to other pixels than in the run."""
+        """Return the decoded image. Raises RowError if its pixels differ from those that the run's main process decoded."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
             raise RowError(
@@ -94,7 +94,7 @@ class _SentPicture:
 
 
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
-    """Encode misses for a worker.
+    """Encode misses (sequences that the store lacks) for a worker.
 
     Return the bytes, and a dict (miss -> reason) of the misses that were left out because an image cannot be read.
     """
@@ -255,10 +255,11 @@ class UnitScorer:
 
         Returns:
             A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of a snapshot with
-            the values of all other sequences; None if there are no such sequences) and "operations" (operation counts since the
-            previous call that returned).
+            the values of all other sequences; None if there are no such sequences) and "operations" (counts of the operations
+            since the previous call returned).
 
-        Raises the errors of the engine and the store, and EngineError after a call to `stop`. Computed values are committed.
+        Raises any error of the engine or the store. Raises EngineError if the worker was stopped before it finished the unit;
+        the values computed by then are committed.
         """
         unit = decode(content, self._vision.find)
         problems = self._engine.problems(unit.sequences)
@@ -288,7 +289,7 @@ class UnitScorer:
         return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations}
 
     def peak(self) -> float | None:
-        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
+        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
         return self._engine.peak_flops_per_second()
 
     @property
@@ -297,7 +298,7 @@ class UnitScorer:
         return self._error
 
     def stop(self) -> None:
-        """Start no further pass, and return when the values that are already computed are committed."""
+        """Start no further passes, and return once all values computed so far have been committed."""
         self._computing.stop()
 
     def _happened(self, event: Event) -> None:
@@ -322,7 +323,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
 
     Args:
         now: the snapshot in which to look up the sequences.
-        keys: binary array of the sequences' keys, which are computed before truncation.
+        keys: binary array of the keys of the untruncated sequences.
         sequences: the sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
@@ -395,9 +396,9 @@ class ScoringWorker:
         return self._units.score(content, again)
 
     def peak(self) -> float | None:
-        """Return the device's peak rate of matrix products; see Engine.peak_flops_per_second."""
+        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
         return self._units.peak()
 
     def stop(self) -> None:
-        """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
+        """Start no further passes, and commit all values computed so far; see UnitScorer.stop."""
         self._units.stop()
