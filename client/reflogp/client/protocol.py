@@ -137,10 +137,10 @@ class Call:
 
     Attributes:
         content: body of the request; a file is streamed.
-        again: types of connection errors after which the request is sent again. After a busy response (429, 503), it is always
-            sent again.
+        again: types of connection errors after which the request is sent again. Every request is also sent again after a busy
+            response (429 or 503).
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
-        until: deadline for all attempts, as a time on the clock of time.monotonic, or None for no deadline. Each attempt tells
+        until: deadline for all attempts, as a value of time.monotonic(), or None for no deadline. Each attempt tells
             the service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
         request_id: id that every attempt sends as X-Request-Id, and that the service logs.

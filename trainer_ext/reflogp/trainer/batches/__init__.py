@@ -1,7 +1,7 @@
 """Supply frameworks other than TRL with reference log-probs for their training batches, from a store or a service.
 
-Frameworks differ in how they tokenize, truncate and collate. Therefore, the framework tokenizes its datasets first, and the
-values for these tokens are then looked up before training. During training, the tokens of each row in a batch identify the
+Frameworks differ in how they tokenize, truncate and collate. Therefore, values are looked up for the framework's own
+tokenized datasets, before training. During training, the tokens of each row in a batch identify the
 row's values.
 """
 
