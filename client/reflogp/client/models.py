@@ -136,10 +136,10 @@ class JobProgress:
 
     Attributes:
         rows: number of rows read so far.
-        sequences: number of sequences found in the dataset so far.
-        done: number of finished sequences: hits, scored sequences and failures.
-        hits: number of sequences whose values were not computed, because the store had them or because the sequences are
-            duplicates within the dataset. While the job runs, duplicates of failed sequences are counted too.
+        sequences: total number of sequences; an estimate while the job runs, and 0 while unknown.
+        done: number of finished sequences: hits, duplicates, scored sequences and failures.
+        hits: number of sequences whose values were in the store. While the job runs, duplicates within the dataset are counted
+            too.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows without values so far.
         tokens: number of prompt and completion tokens in the scored sequences.
