@@ -1,6 +1,6 @@
 """The `reflogp` command.
 
-Each subcommand has its own module. The service and the trainers are imported only when they are needed.
+Each subcommand has its own module. The service's and the trainers' packages are imported only when they are needed.
 """
 
 from reflogp.cli.main import main

@@ -80,7 +80,7 @@ def missing_extra(extra: str, error: ImportError) -> ReflogpError:
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows are dropped because of --max-length. This is not an error, because TRL drops these rows too."""
+    """Print how many rows are dropped because their prompts fill --max-length. This is no error: TRL drops them too."""
     if rows:
         err.print(f"dropped {counted(rows, 'row')}, as TRL does, because the prompt alone fills --max-length", style="yellow")
 
@@ -92,7 +92,7 @@ def print_json(summary: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide the model libraries' progress bars and notices."""
+    """Hide progress bars, FutureWarnings, and log messages below the level ERROR of the libraries that load models."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -112,7 +112,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with the rate and the time left. `report` prints the first bad rows and the first rows with notes."""
+    """A progress bar with the rate and the time left. `report` prints the first few bad rows and rows with notes."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress

@@ -32,7 +32,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
     dtype: Annotated[str, typer.Option(help="Compute dtype, as for `reflogp score`.")] = "float32",
 ) -> None:
-    """Show a complete run: score real pairs, score them again at no cost, train with DPO on the stored values, and plot them.
+    """Show a complete run: score real pairs twice (the second time from the store), train with DPO, and plot the values.
 
     The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, pass --model and
     --data.

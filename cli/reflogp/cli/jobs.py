@@ -144,10 +144,11 @@ def save_result(client: Client, job: str, output: Path) -> None:
 def watched(client: Client, job: str) -> Job:
     """Follow a job until it ends, with a progress bar on stderr.
 
-    If stderr is not a terminal, print each change of state, and the job's counts every 30 seconds.
+    Each change of state is printed too. If stderr is not a terminal, a line with the progress is printed every 30 seconds
+    instead of the bar.
 
-    The rate and the remaining time are measured by the service. This process cannot measure them, because it may start to watch
-    a job that is already running.
+    The rate and the remaining time come from the service. This process cannot calculate them, because it may start to follow a
+    job that is already running.
     """
     columns = (
         SpinnerColumn(),
@@ -192,7 +193,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return the complete shell command that applies a `reflogp jobs` subcommand to a job."""
+    """Return the complete shell command that runs a `reflogp jobs` subcommand on a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 

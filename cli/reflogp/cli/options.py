@@ -89,7 +89,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the summary, or the 
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
-    """Wrap a command for Typer: take the options of `_score_arguments`, and pass the command a ScoreArguments object.
+    """Wrap a command for Typer: the wrapper takes the options of `_score_arguments`, and passes them on as ScoreArguments.
 
     In `--help`, required options come first, then the shared options, then the command's own options.
     """

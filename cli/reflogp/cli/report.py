@@ -29,9 +29,9 @@ def report(
     """Write an HTML report, with PNG charts, on whether a scored dataset is suitable for training with this reference.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
-    are colored by log-prob. The page also shows how much each max_length would truncate, and which rows have no values. This
-    command does not load the model: it uses the tokenizer in the model's folder and the values in the store. The exit code is 3
-    if some rows have no values.
+    are colored by log-prob. The page also shows what percentages of rows and completion tokens each max_length would cut, and
+    which rows have no values. This command does not load the model: it uses the tokenizer in the model's folder and the values
+    in the store. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

@@ -26,8 +26,8 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 class ScoreCommand(TyperCommand):
     """The `score` command.
 
-    The option --ray may be given without an address. If the next argument is not an address, such as a model, it is not taken
-    as the value of --ray.
+    The option --ray may be given without an address. If the next argument is something else (for example, a model), it is not
+    taken as the value of --ray.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -156,7 +156,7 @@ def _require_weights(model: str, revision: str | None) -> None:
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
-    """Raise UsageError if --dtype or --lm-head-dtype was given and differs from the claimed reference."""
+    """Raise UsageError if --dtype or --lm-head-dtype was given and differs from the claimed reference's dtype."""
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":

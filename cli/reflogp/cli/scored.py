@@ -44,13 +44,13 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
     """Return a dataset and the snapshot that contains its values, without loading the model.
 
     Args:
-        arguments: the arguments that the dataset was scored with.
+        arguments: the arguments with which the dataset was scored.
         number: number of the snapshot, or None for the latest.
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: nothing has been scored yet. The error's message contains the complete
-            command that scores the dataset.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values for this reference. The
+            error's message contains the complete command that scores the dataset.
         StoreError: the snapshot cannot be read.
     """
     rows = open_rows(arguments)
@@ -62,7 +62,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
 
 def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops and, if values are missing because the store is damaged, how to repair the store."""
+    """Print how many rows TRL drops and, if values are missing and the store is damaged, how to repair the store."""
     print_dropped(summary.dropped_rows)
     if summary.missing and snapshot.damaged:
         err.print(f"repair the store first: {snapshot.repair_command()}")

@@ -296,7 +296,7 @@ def _size(count: int) -> str:
 class _Tables:
     """The tables of all references in a store or, if `reference` is given, of the reference whose id starts with it.
 
-    If `each` fails for one of several tables, it prints the error and skips the table.
+    If there are several tables and one of them fails in `each`, `each` prints the error and skips this table.
 
     Attributes:
         failed: the error message of each table that was skipped, by reference id.

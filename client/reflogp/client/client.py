@@ -140,8 +140,8 @@ class Client:
         Args:
             path: a file whose suffix tells its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
                 .lz4), .parquet or .arrow.
-            name: name of the file on the service, with such a suffix. The default is the file's own name after the first
-                characters of its digest, so that different files with the same name do not replace each other.
+            name: name of the file on the service, with such a suffix. The default consists of the first characters of the
+                file's digest and the file's own name, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
@@ -212,7 +212,7 @@ class Client:
     def cancel(self, job: str) -> Job:
         """Cancel a job. A queued job is cancelled immediately, and a running job after its current forward pass.
 
-        Scored sequences stay in the store.
+        The values that the job has already computed stay in the store.
 
         Args:
             job: id of the job.
@@ -428,7 +428,7 @@ class AsyncClient:
         return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """See Client.upload. `progress` is called outside the event loop's thread."""
+        """See Client.upload. `progress` is called in a thread other than the event loop's."""
         return await self._run(jobs.upload_plan(await asyncio.to_thread(files.local_file, path, name, progress)))
 
     async def submit(

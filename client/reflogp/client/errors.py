@@ -50,7 +50,7 @@ class RowsWithoutValuesError(ReflogpError):
 
 
 def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """Return a text that lists the numbers of the first few rows, each with its reason if there is one."""
+    """List the numbers of the first few rows in one phrase, each followed by its reason if there is one."""
     numbers = sorted(map(int, rows))
     told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
@@ -99,7 +99,7 @@ class SequencesRefusedError(ServiceError):
     """Some sequences could not be scored, but the others were.
 
     Attributes:
-        problems: the reason for each sequence that could not be scored, by the sequence's index in the request.
+        problems: why each of these sequences could not be scored, by the sequence's index in the request.
         results: float32 arrays in the order of the request, with None for each sequence that has a problem.
     """
 

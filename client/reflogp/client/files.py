@@ -1,4 +1,4 @@
-"""Read files to upload, and prepare files for downloads, using bounded memory."""
+"""Read files for uploads, and prepare output files for downloads, using bounded memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalFile:
     progress: Progress | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes in chunks. Raises UsageError if the file's size has changed."""
+        """Yield the file's bytes in chunks. Raises UsageError if the file's size is no longer `size`."""
         sent = 0
         try:
             with self.path.open("rb") as file:
@@ -61,7 +61,7 @@ class LocalFile:
     async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the file's bytes in chunks, and read each chunk outside the event loop's thread.
 
-        Raises UsageError if the file's size has changed.
+        Raises UsageError if the file's size is no longer `size`.
         """
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
@@ -69,14 +69,14 @@ class LocalFile:
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Read a file to compute its digest, and return it as a file to upload.
+    """Return a file to upload, with its size and its digest, for which the whole file is read.
 
     Args:
-        name: name under which a service will keep the file. The default is the file's own name after the first characters of
-            its digest, so that different files with the same name do not replace each other.
+        name: name under which a service will keep the file. The default consists of the first characters of the file's digest
+            and the file's own name, so that different files with the same name do not replace each other.
 
     Raises:
-        UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset.
+        UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset file.
     """
     found = Path(path).expanduser()
     if found.is_dir():

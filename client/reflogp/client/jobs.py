@@ -80,7 +80,7 @@ def retry_call(job: str) -> protocol.Call:
 
 
 def check_settings(settings: JobSettings) -> None:
-    """Raise TypeError for a setting that jobs do not have. Clients check this before they upload a dataset."""
+    """Raise TypeError if `settings` contains a name that is not a job setting. Clients call this before uploads."""
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
         raise TypeError(
             f"unknown job setting {', '.join(sorted(unknown))}; choose from {', '.join(JobSettings.__annotations__)}"

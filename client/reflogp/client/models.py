@@ -136,10 +136,10 @@ class JobProgress:
 
     Attributes:
         rows: number of rows read so far.
-        sequences: total number of sequences, as far as known; 0 while unknown.
-        done: number of finished sequences: hits, scored sequences and failures.
-        hits: number of sequences that were not computed, because the store had their values or because they are duplicates
-            within the dataset. While the job runs, duplicates of failed sequences are counted too.
+        sequences: total number of sequences; an estimate while the job runs, and 0 while unknown.
+        done: number of finished sequences: hits, duplicates, scored sequences and failures.
+        hits: number of sequences whose values were in the store. While the job runs, duplicates within the dataset are counted
+            too.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows without values so far.
         tokens: number of prompt and completion tokens in the scored sequences.
@@ -185,11 +185,11 @@ class Job:
 
     Attributes:
         id: 16 hex digits.
-        state: queued, running, done, failed or cancelled.
-        reference_id: id of the reference that scores the dataset, 32 hex digits.
+        state: "queued", "running", "done", "failed" or "cancelled".
+        reference_id: id of the reference with which the dataset is scored, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
         dataset: a dict with the dataset's split, its config, and one of upload, path and uri (without the query). The dict is
-            empty if a different token submitted the job and the client's token has no permission to read.
+            empty if a different token submitted the job and the client's token has neither the scope "read" nor "admin".
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
@@ -199,7 +199,7 @@ class Job:
         finished_at: time when the job was done, failed or was cancelled, or None before that time.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
-        throughput: pairs of running time in seconds and tokens per second, measured several times during the latest attempt.
+        throughput: (running time in seconds, tokens per second), measured several times during the latest attempt.
 
     Examples:
         >>> from reflogp.client import Client
@@ -236,7 +236,7 @@ class Job:
         )
 
     def _named(self) -> str:
-        """Return the job's id and state, and which dataset it scores with which reference."""
+        """Return the job's id, state, dataset and reference as one phrase."""
         dataset = next((str(self.dataset[kind]) for kind in ("upload", "path", "uri") if self.dataset.get(kind)), "")
         scored = " with ".join(filter(None, (dataset, str(self.settings.get("reference") or ""))))
         return f"{self.id}: {self.state}" + (f", {scored}" if scored else "")

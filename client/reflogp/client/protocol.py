@@ -137,11 +137,11 @@ class Call:
 
     Attributes:
         content: body of the request; a file is streamed.
-        again: types of connection errors after which the request is sent again. After a busy response (429, 503), it is always
-            sent again.
+        again: types of connection errors after which the request is sent again. Every request is also sent again after a busy
+            response (429 or 503).
         wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
-        until: deadline for all attempts, as a time on the clock of time.monotonic, or None for no deadline. Each attempt tells
-            the service how much time is left.
+        until: deadline for all attempts, as a value of time.monotonic(), or None for no deadline. Each attempt tells the
+            service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
         request_id: id that every attempt sends as X-Request-Id, and that the service logs.
     """
@@ -289,8 +289,8 @@ def arguments(call: Call) -> dict[str, Any]:
 def _trace_context() -> dict[str, str]:
     """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace.
 
-    There are no headers if the caller has no active span. A caller with an active span has already imported opentelemetry. This
-    function therefore uses opentelemetry only if it is already imported.
+    There are no headers if the caller has no active span. If opentelemetry is not imported yet, there can be no active span, so
+    this function does not import it.
     """
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:

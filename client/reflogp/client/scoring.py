@@ -140,7 +140,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return each sequence's error message (None if the sequence was scored), and the scores, from a response."""
+    """Read a response: return each sequence's error message (None if the sequence was scored), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])

@@ -1,8 +1,8 @@
 """Write the reference log-probs that Megatron-Bridge reads: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
 The format is defined in NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py and
-data/datasets/preference.py. The caller passes the training run's fingerprint, because this module does not read the run's
-config.
+data/datasets/preference.py. The caller passes the training run's fingerprint (the metadata that the run expects), because this
+module does not read the run's config.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
 
     Each record in ref_logprobs.jsonl contains the log-prob sum (in nats) and the token count of each completion.
 
-    The metadata contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the values.
-    The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries. The trainer rejects
-    a folder without metadata. The old metadata is deleted before the log-probs are replaced, and the new metadata is written
-    last. Therefore, the trainer also rejects the folder of an interrupted export.
+    scoring_metadata.json contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the
+    values. The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries. The trainer
+    rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted before ref_logprobs.jsonl is
+    replaced, and the new one is written last. Therefore, the trainer also rejects the folder of an interrupted export.
 
     Args:
         pairs: the pairs to write.

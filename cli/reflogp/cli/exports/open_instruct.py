@@ -38,8 +38,8 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         loss_type: the run's loss.
 
     Raises:
-        UsageError: the hash is invalid, the values were joined with keep_end, or the loss needs means but a completion has no
-            tokens.
+        UsageError: the hash is invalid, the pairs were joined with truncation_mode "keep_end", or the loss needs means but a
+            completion has no tokens.
         ImportError: torch is not installed.
     """
     import torch

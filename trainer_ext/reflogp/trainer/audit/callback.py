@@ -44,7 +44,7 @@ class ReferenceAudit(TrainerCallback):
     """A callback that checks a training run's reference log-probs, and checks that the run follows the trainer's settings.
 
     The audit stops a run only if the reference values are wrong or do not reach the loss, or if a reference model runs. Any
-    other problem is logged as a warning and written to the report, and the run continues.
+    other problem is logged as a warning and recorded in reflogp_audit.json, and the run continues.
 
     - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
       values.
@@ -54,8 +54,8 @@ class ReferenceAudit(TrainerCallback):
       the run. The policy is expected to run one pass per micro-batch, or two if the batch has sequences for KTO's KL term.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
-      log-probs by more than rounding. If the policy's log-probs are NaN or infinite, the audit reports this but does not stop
-      the run.
+      log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
+      but does not stop the run.
 
     - `metrics` stops the run if the logged rewards and log-probs imply a mean reference log-prob that is not the mean of the
       joined columns. Logged metrics that are not means over all processes, and policy log-probs that become NaN or infinite,
@@ -80,10 +80,10 @@ class ReferenceAudit(TrainerCallback):
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
             on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed
             in a different dtype than the policy's.
-        spot_rows: number of rows to score in the spot check.
+        spot_rows: maximum number of rows that `spot_check` scores again.
 
     Attributes:
-        step_zero: result of the step-0 gate, or None if the gate has not run.
+        step_zero: result of the check `step_zero`, or None if this check has not run.
         findings: the problems that each check found, by check name; checks without problems are not listed.
 
     Examples:

@@ -39,7 +39,8 @@ class ForwardCount:
         self._on = False
 
     def watch_others(self) -> list[str]:
-        """Start to count the forward passes of all other language models in this process, and return the models' names."""
+        """Start counting the forward passes of every language model in this process that is neither the policy nor an allowed
+        model, and return the class names and sizes of these models."""
         found = []
         for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
             if id(model) in self._own:

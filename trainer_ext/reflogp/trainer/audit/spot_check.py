@@ -81,8 +81,8 @@ def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torc
 
 
 def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
-    """Return the number of completion tokens for each sum in the reference column `name`. The batch may come from any TRL
-    version."""
+    """Return the number of completion tokens for each sum in the reference column `name`. The batch may come from any
+    supported TRL version."""
     masks = {
         "ref_chosen_logps": ("chosen_attention_mask",),
         "ref_rejected_logps": ("rejected_attention_mask",),

@@ -147,10 +147,10 @@ def compared(
 
     Args:
         parts: the result of `differences` for each batch.
-        allowed: largest |policy - reference| / sqrt(tokens) that is accepted, in nats. If None, the limit depends on the
-            dtypes and the type of model.
+        allowed: largest accepted |policy - reference| of a sum, in nats/√tokens. If None, the limit depends on the dtypes and
+            the type of model.
         reference_dtype: dtype in which the reference log-probs were computed.
-        policy: the unwrapped model.
+        policy: the policy, without wrappers such as DistributedDataParallel.
         accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's
             dtype is the dtype of its weights.
         advice_for_dtype: function that returns advice on how to get the reference's values in a given dtype, or None for

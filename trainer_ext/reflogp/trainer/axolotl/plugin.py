@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load no reference model if the run uses the plugin; otherwise, load it with axolotl's function."""
+    """Return None if the run uses the plugin; otherwise, load the reference model with axolotl's own function."""
     if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)

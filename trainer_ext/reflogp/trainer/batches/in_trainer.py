@@ -70,7 +70,7 @@ class BatchReferenceMixin(_AnyTrainer):
             rows_of: function that converts one of the framework's datasets to a TokenDataset.
 
         Raises:
-            UsageError: a dataset is a stream.
+            UsageError: a dataset is streamed, so it is impossible to look up all rows before training.
             MissingLogpsError, UnusableLogpsError, RankFailedError: see BatchReference.
         """
         begin_report(self.args.output_dir, self.args.process_index)

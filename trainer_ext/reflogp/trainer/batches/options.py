@@ -128,8 +128,8 @@ def names_reference(options: argparse.Namespace) -> bool:
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for a run in which the setting `setting` may make the framework's reference differ from the model in the
-    setting `model`."""
+    """Return the error for a run in which the setting `setting` may make the framework use a different reference than the model
+    that the setting `model` names."""
     return UsageError(
         f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"

@@ -62,7 +62,7 @@ class BatchReference(ReferenceDuringTraining):
             separate process.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
+        MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: the source cannot be used.
         RankFailedError: another process of a distributed run raised one of these errors.
@@ -151,8 +151,8 @@ class BatchReference(ReferenceDuringTraining):
 
 
 def check_source(source: ReferenceSource, run_command: bool) -> None:
-    """Raise UsageError if a source cannot supply per-token values, or cannot have missing rows scored as requested. This check
-    needs no datasets or values."""
+    """Raise UsageError if a source has no per-token values, or if its missing rows cannot be scored in the requested way. This
+    check reads no datasets or values."""
     if source.is_file:
         raise UsageError(
             f"{source.location} contains one sum per completion, but a value per token is needed: use a store or a service"
@@ -195,7 +195,7 @@ def look_up_rows(
         the values, and a record of each dataset's lookup, by dataset name.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
+        MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         RankFailedError: another process raised one of these errors.
     """
