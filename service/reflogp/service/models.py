@@ -118,10 +118,10 @@ class JobRequest(JobSettings):
 
 
 class JobProgress(BaseModel):
-    """The progress of a job. A sequence counts as done if its values were in the store, if it was scored, or if it failed."""
+    """The progress of a job. A sequence counts as done if it is in the store, is a duplicate, was scored, or failed."""
 
     rows: int = Field(0, description="Number of rows that the latest attempt has read so far.")
-    sequences: int = Field(0, description="Number of sequences found in the dataset so far.")
+    sequences: int = Field(0, description="Total number of sequences; estimated until the job is done, and 0 while unknown.")
     done: int = Field(
         0, description="Number of finished sequences: those in the store, duplicates, and those that were scored or failed."
     )
