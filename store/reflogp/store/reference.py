@@ -25,7 +25,8 @@ from reflogp.store.texts import counted, short_repr
 #: fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: The dtype argument that selects the dtype of the model's log-probs in the store. `store.choose_reference` resolves it.
+#: The dtype argument that selects the dtype in which the model's log-probs in the store were computed. The function
+#: `store.choose_reference` resolves it.
 AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,

@@ -61,7 +61,7 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return whether there may be a store at `uri`: False only if `uri` is the path of a local folder that does not exist.
+    """Return whether there may be a store at `uri`: False only if `uri` is a local path and not that of a folder.
 
     The result is always True for object stores, which have no folders.
     """

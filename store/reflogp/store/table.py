@@ -51,8 +51,8 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
-    If no row is changed or omitted, `rows` itself is returned. In that case, a shard that was already written from these rows
-    is still valid.
+    If no row is changed, moved or omitted, `rows` itself is returned. In that case, a shard that was already written from these
+    rows is still valid.
 
     Raises DamagedStoreError if stored values that should replace a row's first values are damaged.
     """
