@@ -48,7 +48,8 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor has a floating-point dtype. Such a tensor is converted to the model's dtype when it is loaded."""
+        """Whether the tensor has a floating-point dtype. Floating-point tensors are converted to the model's dtype when they
+        are loaded."""
         return self.dtype.startswith(("F", "BF"))
 
 
@@ -87,10 +88,10 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the files still contain this checkpoint's config, names of weight files, and adapter config.
+        """Return True if the files still contain this checkpoint's config, weight file names and adapter config.
 
         Args:
-            read: functions that return the current content of a file, by the file's path.
+            read: for the path of each file, a function that returns the file's current content.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -107,7 +108,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     """Return the local folder of a model. A hub model that is not in the hub's cache yet is downloaded first.
 
     Args:
-        model: a folder, which is returned unchanged, or a hub id.
+        model: a folder (its path is returned) or a hub id.
         revision: revision of a hub model, or None for the main branch.
         weights: whether to download a hub model's weights too; its config, tokenizer and code files are always downloaded.
 
@@ -223,9 +224,9 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Return the sorted names of the weight files that an index lists.
+    """Return the sorted names of the weight files that a model.safetensors.index.json lists.
 
-    Raises ValueError, KeyError or AttributeError if the index is invalid.
+    Raises ValueError, KeyError or AttributeError if the content of this file is invalid.
     """
     return sorted(set(json.loads(index)["weight_map"].values()))
 
@@ -242,8 +243,8 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Read a safetensors header. Return the size in bytes that the file must have to be complete, and the header's tensor
-    entries, by name."""
+    """Read a safetensors header. Return the size in bytes of the complete file, and the header's entry for each tensor, by
+    name."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

@@ -22,7 +22,8 @@ class ScoreArguments:
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model, or "auto" for the dtype of the model's log-probs in the store.
+        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model's log-probs in the store were
+            computed.
         settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
             later, when the values are summed.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
@@ -69,8 +70,8 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block fails because the store has no values of the model, tell the user to score the data with
-    `command`."""
+    """If the `with` block fails because the store has no values of the model, add to the error message that the user should run
+    `command` to score the data."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

@@ -71,17 +71,17 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards, unless their
-            key ranges do not overlap and none is larger than twice `shard_bytes`.
+        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards, or do nothing
+            if their key ranges do not overlap and no shard is larger than twice `shard_bytes`.
         shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
     Returns:
-        A Compacted with the number of shards before and after, and the number of rewritten rows.
+        A Compacted with the number of shards before and after the compaction, and the number of rewritten rows.
 
     Raises:
         DamagedStoreError: a shard or the log is damaged.
-        StoreUnavailableError: the store cannot be read or written; no rows are lost.
+        StoreUnavailableError: the store cannot be read or written to; no rows are lost.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, compact
@@ -160,7 +160,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """Reads a shard's rows in key order; each call returns the rows of the next range of keys."""
+    """Reads a shard's rows in key order; each call of `up_to` returns the rows of the next range of keys."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -208,19 +208,20 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age, in hours, of the files to delete. It must be longer than any reader uses an old snapshot,
-            and longer than any writer needs to prepare a commit.
+        retention_hours: minimum age, in hours, of the files to delete. It must be longer than the time for which any reader
+            uses an old snapshot, and longer than the time that any writer takes to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
-        alone: whether to allow a retention below 1 hour, which is safe only if no other process is using the store.
+        alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
+            store.
 
     Returns:
         The deleted files.
 
     Raises:
-        UsageError: `retention_hours` is so short that files that a writer is about to commit could be deleted.
+        UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
         DamagedStoreError: the log is damaged or a shard is missing. Nothing is deleted, because a repair may need files that
             seem unused.
-        StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written.
+        StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, vacuum
@@ -254,7 +255,7 @@ def vacuum(
 
 
 def _require_every_file(table: LogprobTable) -> None:
-    """Raise DamagedStoreError unless every shard in the log exists and the log agrees with the checkpoints."""
+    """Raise DamagedStoreError unless every shard that the log lists exists, and the log agrees with its checkpoints."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems
@@ -273,7 +274,7 @@ def _in_order(shards: Sequence[Shard]) -> bool:
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """Return the largest number of shards whose key ranges overlap at a single key."""
+    """Return the maximum number of shards whose key ranges all contain the same key."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

@@ -80,7 +80,8 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
 
 def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
-    """Repair the log, then remove damaged shards in one commit. The next scoring run scores the removed rows again.
+    """Repair the log, then remove damaged shards in one commit. The next scoring run with the same data computes the removed
+    log-probs again.
 
     No other process should write to the store during a repair. The original content of a damaged log entry is kept in the
     folder `_damaged`.
@@ -93,7 +94,7 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
         The repaired table, as a new object.
 
     Raises:
-        StoreUnavailableError: the store cannot be written.
+        StoreUnavailableError: the store cannot be written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, repair, verify
@@ -117,8 +118,8 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 def _bring_back(table: LogprobTable) -> None:
     """Append to the table the rows of all undamaged shards that no log entry names.
 
-    Such a shard was either committed by a log entry that is now lost, or left behind by a writer that crashed. Either way, its
-    rows are valid values of this reference. If the table already has values for a key, those values are kept.
+    Each of these shards was either committed by a log entry that is now lost, or left behind by a writer that crashed. Either
+    way, its rows are valid values of this reference. If the table already has values for a key, those values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
@@ -153,7 +154,7 @@ def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
 
 
 def _first_entry() -> list[dict[str, object]]:
-    """Return the protocol and metadata lines of a new table."""
+    """Return the protocol and metadata lines of a new table's log."""
     with tempfile.TemporaryDirectory() as folder:
         LogprobTable.create(folder)
         return log.read_entry(storage.open_filesystem(folder), 0).lines

@@ -171,7 +171,8 @@ class OpenFiles:
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """Return the sha256 (hex) of `paths`, or of all files in the set if `paths` is None; see `file_digests`."""
+        """Return the sha256 (hex) of the files at `paths`, or of all files in the set if `paths` is None; see
+        `file_digests`."""
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
 
@@ -179,13 +180,13 @@ class OpenFiles:
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
     """Create a temporary folder through which libraries can read files that are already open.
 
-    Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that reads return the same file even if
-    another file is moved to the original path. Only this process can use the folder.
+    The folder contains links to the open files themselves (/proc/self/fd/…), so that reads return the same content even if
+    other files are moved to the original paths. Only this process can use the folder.
 
     Args:
-        files: open files by relative name.
+        files: open files, by their paths relative to the temporary folder.
         name: name of the folder. transformers uses it in the names of the Python modules that it loads from the folder.
-        others: paths of additional files that are not open, by relative name; the folder links to these paths.
+        others: paths of additional files that are not open, by their names in the temporary folder, which links to these paths.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
     """
@@ -275,11 +276,12 @@ def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
 
 
 def _hub_blob_digest(file: OpenFile) -> str | None:
-    """Return the sha256 that a hub cache uses as the file's blob name, or None if the blob may have changed since it was named.
+    """Return the sha256 that a hub cache uses as the file's blob name, or None if there is no such name or it cannot be
+    trusted.
 
-    The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
-    trusted only if the blob was not written to after the oldest link to it was created. It is not trusted if another user can
-    write to the blob, or to the folder that contains the blob or the link. If the result is None, the file is hashed.
+    The hub's client stores a large file as a "blob" that is named after its sha256, and then links to it from a snapshot. The
+    name is trusted only if the blob was not written to after the oldest link to it was created. It is not trusted if another
+    user can write to the blob, or to the folder that contains the blob or the link. If the result is None, the file is hashed.
     """
     try:
         if file.link is None or not file.path.is_symlink():

@@ -26,7 +26,7 @@ class UsageError(ReflogpError):
 
 
 class StoreNotFoundError(UsageError):
-    """There is no store at the given URI, for example because nothing has been scored into it yet."""
+    """There is no store at the given URI, for example because no log-probs have been stored there yet."""
 
 
 class StoreError(ReflogpError):

@@ -1,4 +1,4 @@
-"""Share a table: export it as a folder of Parquet files with a README, and import such a folder into a store.
+"""Share a table: export it as a folder of Parquet files with a README, and import an exported folder into a store.
 
 An export contains the rows as they are stored, and a reference.json that describes the reference model.
 """
@@ -130,7 +130,7 @@ def export_table(
         The number of rows and the number of Parquet files.
 
     Raises:
-        UsageError: the folder is not empty, or cannot be written.
+        UsageError: the folder is not empty, or cannot be written to.
         DamagedStoreError: a shard is damaged.
 
     Examples:
@@ -195,11 +195,12 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
             then written.
 
     Returns:
-        An Imported with the number of rows in the export, the number of rows written, and the snapshot.
+        An Imported with the number of rows in the export, the number of rows written, and the number of the first snapshot that
+        contains all rows.
 
     Raises:
         UsageError: the folder is not an export, or its rows are invalid. Nothing is written.
-        StoreError: the store cannot be written.
+        StoreError: the store cannot be written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, export_table, import_folder

@@ -1,4 +1,5 @@
-"""Read files from dataset repositories on the Hugging Face Hub, and publish one reference's log-probs as a dataset repository.
+"""Read files from dataset repositories on the Hugging Face Hub, and publish the log-probs of one reference model as a dataset
+repository.
 
 A published repository contains the files of an export (exchange.py). All requests go through huggingface_hub, which must be
 installed.
@@ -286,7 +287,7 @@ class _Repository:
             replace: whether to return None, instead of raising UsageError, if contents.json is damaged. The push then writes a
                 new one.
 
-        Raises UsageError if the repository was not pushed by reflogp, or if its contents.json is damaged.
+        Raises UsageError if the repository contains data that reflogp did not push, or if its contents.json is damaged.
         """
         if {REFERENCE_FILE, CONTENTS_FILE} <= self._sha256.keys():
             try:
@@ -360,7 +361,7 @@ class _Repository:
 
 
 def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, store: str) -> None:
-    """Raise UsageError unless the snapshot has at least as many values for each key as the repository."""
+    """Raise UsageError if the snapshot has fewer values than the repository for any of the repository's keys."""
     folder = repository.download(there)
     lacking = 0
     for name in there.data:

@@ -176,7 +176,8 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of a model's image token, which the model replaces with image features, or None for a text-only model."""
+    """Return the id of a model's image token, whose embedding the model replaces with image features, or None for a text-only
+    model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
@@ -208,7 +209,8 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text whose images have these sizes and modes. The ids do not yet contain image ids.
+        """Return the token ids of a text whose images have these sizes and modes. The image tokens in the result are not yet
+        replaced with image ids.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """

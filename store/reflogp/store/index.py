@@ -55,7 +55,8 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Look up keys in a layer. If a key's row in the layer has more values than the key's result, replace the result.
+        """Look up keys in a layer. Update the result of each key whose row in the layer has more values than the row that was
+        found so far.
 
         Args:
             layer: the layer to search.
@@ -89,7 +90,7 @@ class Layer:
         """Build a layer from one shard's index columns.
 
         Args:
-            columns: key, scored_len, logp_sum.
+            columns: table with the columns key, scored_len and logp_sum.
             file: index of the shard.
             rows: index of each row in the shard, or None for 0, 1, 2, ….
         """
@@ -133,7 +134,7 @@ class Layer:
 
 
 def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
-    """Return the index of each key's entry with the most log-probs, in key order."""
+    """For each key, in ascending order of the keys, return the index of the key's entry with the most log-probs."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]
     if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key

@@ -89,7 +89,8 @@ class Join:
     """Reference log-probs of n rows.
 
     Attributes:
-        logps: summed log-probs for each reference column, float32 of shape (n,); NaN for `missing` rows.
+        logps: summed log-probs for each reference column, float32 of shape (n,); NaN for a sum whose values are missing or
+            damaged.
         keys: n keys for each token column; the columns are in the same order as in `logps`.
         tokens: for each token column, the number of log-probs in each sum, int64 of shape (n,).
         missing: rows for which the snapshot lacks at least one of the needed values, bool of shape (n,).
@@ -127,7 +128,7 @@ def tokens_column(logps_column: str) -> str:
 def completion_columns(names: list[str]) -> dict[str, str]:
     """Return the name of the reference column for each completion column of a tokenized table.
 
-    Raises UsageError if the table has no completion columns.
+    Raises UsageError if the table lacks the prompt column or the completion columns.
     """
     if "prompt_ids" in names:
         if all(column in names for column in PAIR_COLUMNS):
@@ -159,7 +160,7 @@ def join_logps(
             None to give all tokens the same weight. It must be None for rows that are not pairs.
 
     Returns:
-        A Join: the sums in nats, as float32, and the rows that have no sum.
+        A Join: the sums in nats, as float32, and the rows whose sums are missing or unusable.
 
     Raises:
         UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.
@@ -176,7 +177,7 @@ def join_logps(
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
-    """Compute the keys of tokenized rows, and the number of values per key that a trainer with these settings needs.
+    """Compute the keys of tokenized rows, and how many values of each key a trainer with these settings needs.
 
     Args:
         tables: tokenized rows: one table, or an iterable of tables that are read one at a time. The columns are prompt_ids,

@@ -146,7 +146,7 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return the first and the last 8 bytes of each key as big-endian uint64 numbers: two arrays of shape (n,).
+    """Return two uint64 arrays of shape (n,): the first and the last 8 bytes of each key, read as big-endian numbers.
 
     Because the words are read as big-endian, pairs of words sort in the same order as keys.
     """

@@ -49,8 +49,8 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return what a commitInfo records of a commit's changes: the shards that are added, with digests, and the paths
-    removed."""
+    """Return the description of a commit's changes for its commitInfo: the added shards with their digests, and the paths of
+    the removed shards."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -228,8 +228,8 @@ def checked(
 
 
 def repaired(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return new content for a damaged entry: its readable lines, and every undamaged shard whose name is in the entry's bytes,
-    except the shards that the entry removes.
+    """Return new content for a damaged entry. It keeps the readable lines, and adds every undamaged shard whose name is in the
+    entry's bytes, unless the entry removes that shard.
 
     Args:
         entry: the damaged entry.

@@ -25,7 +25,8 @@ from reflogp.store.texts import counted, short_repr
 #: fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: The dtype argument that selects the dtype of the model's log-probs in the store. `store.choose_reference` resolves it.
+#: The dtype argument that selects the dtype in which the model's log-probs in the store were computed. The function
+#: `store.choose_reference` resolves it.
 AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
@@ -93,9 +94,9 @@ class Reference:
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a human-readable label: the name of the folder or hub model when it was first scored. The name is not part of the
-            id.
-        dtype: dtype in which the model computes while scoring, one of `Dtype`.
+        name: a human-readable label: the name that the folder or hub model had when its first log-probs were stored. The name
+            is not part of the id.
+        dtype: compute dtype of the model: one of the values of `Dtype`.
         lm_head_dtype: dtype in which the output layer computes logits.
         weights: sorted sha256 digests of the weight files.
         config: the entries of config.json that can change a log-prob, including quantization.
@@ -149,7 +150,7 @@ class Reference:
 
 
 def check_format(number: int) -> None:
-    """Raise StoreFormatError if a store's format is newer than this version of reflogp can read."""
+    """Raise StoreFormatError if this version of reflogp is too old to read a store with this format number."""
     if number > FORMAT:
         raise StoreFormatError(
             f"the store has format {number}, but this version of reflogp reads only formats up to {FORMAT}: upgrade reflogp"
@@ -172,7 +173,7 @@ def describe_reference(
             "float16-autocast" for float32 weights under torch.autocast; "checkpoint" for the dtype that config.json names.
         lm_head_dtype: "float32" if logits are computed in float32, or None if logits are computed in `dtype`.
         revision: revision of a hub id.
-        progress: called with (bytes hashed, total bytes) while weight files are read.
+        progress: called with (bytes hashed, total bytes) while files are hashed.
 
     Returns:
         A Reference, whose reference_id depends only on the content of the files and on the dtypes.
@@ -180,7 +181,7 @@ def describe_reference(
     Raises:
         UsageError: the model does not exist, or the dtype is unknown.
         CheckpointError: weights are missing, truncated or pickled.
-        FileChangedError: the files are being written or replaced.
+        FileChangedError: a file was written to or replaced while it was being read.
 
     Examples:
         >>> from reflogp.store import describe_reference
@@ -196,8 +197,8 @@ def describe_all_numerics(
 ) -> list[Reference]:
     """Return a model's references: one for each combination of a compute dtype and a dtype for logits.
 
-    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. The
-    arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
+    If `lm_head_dtype` is None, each compute dtype except float32 has two references: one with logits in that dtype and one with
+    logits in float32. The arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -247,7 +248,7 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        If this machine has no such paths (see `folder_of_open_files`), the checkpoint has the original ones.
+        If the system does not support such paths (see `folder_of_open_files`), the checkpoint has the original ones.
 
         The folder's other files, which do not affect the id, can be read through the checkpoint too. On exit from the block,
         all files are checked for changes since they were opened. Leave the block only after the weights have been copied into
@@ -370,7 +371,7 @@ def _reference_of(
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
     """Check a dtype argument, and replace "checkpoint" with the dtype that config.json names (float32 if it names none).
 
-    Raises UsageError for any other value.
+    Raises UsageError for an unknown dtype.
     """
     if dtype == "checkpoint":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -38,7 +38,8 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """Build a table with SCHEMA. `scored_len` is the number of values in each row, and `logp_sum` is their float64 sum.
+    """Build a table with the schema SCHEMA. `scored_len` is the number of values in each row, and `logp_sum` is their float64
+    sum.
 
     Args:
         keys: n keys, binary or fixed_size_binary(16).
@@ -79,7 +80,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 
 def problem_of_rows(rows: pa.Table) -> str | None:
-    """Return why a table's rows are not valid shard rows, or None if they are valid."""
+    """Return the reason why a table's rows cannot be stored in a shard, or None if they are valid."""
     if not rows.schema.equals(SCHEMA):
         return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:

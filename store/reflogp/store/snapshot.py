@@ -6,7 +6,7 @@ the keys. Because shards are sorted, a lookup of a few keys reads only a few row
 over the shards. In both cases, token values are read only for a request that needs more than the number and the sum of each
 row's values. A snapshot never writes to the store.
 
-This module also defines the columns of the Arrow table that the service returns to the client for a lookup over HTTP.
+This module also defines the columns of the Arrow table that a scoring service returns for a lookup over HTTP.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Snapshot:
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
-        """Return the number of rows. A key that was scored again for more tokens has several rows until the table is
-        compacted."""
+        """Return the number of rows. If more tokens of a sequence were scored later, its key has several rows until the table
+        is compacted."""
         return sum(self.rows_of.values())
 
     def __repr__(self) -> str:
@@ -135,7 +135,8 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look up n keys. The result has the number of stored values of each key, and can read and sum the values.
+        """Look up n keys. The result contains the number of stored values of each key, and has methods that read and sum the
+        values.
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
@@ -171,7 +172,7 @@ class Snapshot:
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key: n arrays of float32, with None for a miss."""
+        """Return the stored values of each key: n arrays of float32, with None for a miss and for damaged values."""
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
@@ -336,7 +337,7 @@ class Found:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), mask=pa.array(missing))
 
     def slice(self, start: int, stop: int) -> Found:
-        """Return the results for keys `start` to `stop` (exclusive)."""
+        """Return the results for the keys with the indices `start` to `stop` - 1."""
         return Found(self._snapshot, self._places.take(slice(start, stop)))
 
     @property
@@ -371,8 +372,8 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Read a column for the keys at the indices `wanted`, in parts. For each part, yield the keys' indices and their
-        values."""
+        """Read a column for the keys at the indices `wanted`, in parts. For each part, yield the indices of its keys, and the
+        column's values for these keys."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -421,12 +422,13 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Split a response into batches, and return (start, stop) for each: a batch contains keys `start` to `stop` - 1.
+    """Split a response into batches, and return (start, stop) for each: a batch contains the keys with the indices `start` to
+    `stop` - 1.
 
     Args:
         found: the result of the lookup.
         values: whether the response includes token_logps.
-        most_bytes: maximum number of bytes of token values in a batch; the values of one key are never split.
+        most_bytes: maximum number of bytes of token values in a batch; only a batch with a single key can exceed it.
     """
     count = len(found.lengths)
     before = np.zeros(count + 1, np.int64)

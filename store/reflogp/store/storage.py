@@ -29,7 +29,7 @@ _WRITE_BUFFER = 1 << 20
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
-    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a trailing slash.
+    """Return the absolute path of a local folder, or a URI (s3://, gs://, az://, …) without a trailing slash.
 
     The prefix file:// is removed.
     """
@@ -46,7 +46,7 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """Return delta-rs' storage options for a store. If an AWS profile is used, add AWS_FORCE_CREDENTIAL_LOAD to them.
+    """Return the storage options of a store for delta-rs. If an AWS profile is used, they include AWS_FORCE_CREDENTIAL_LOAD.
 
     If an endpoint is given, delta-rs reads AWS profiles and credential files only with this option.
     """
@@ -61,7 +61,7 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return False only if `uri` is a local folder that does not exist.
+    """Return whether there may be a store at `uri`: False only if `uri` is a local path and not that of a folder.
 
     The result is always True for object stores, which have no folders.
     """
@@ -151,8 +151,8 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    An object store's message can have several lines. ANSI color codes are removed from it, and of an XML document, only the
-    text of its <Message> is returned.
+    An object store's message can have several lines. ANSI color codes are removed. If the message is an XML document, only the
+    text of its <Message> element is returned.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

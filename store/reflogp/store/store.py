@@ -1,7 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
-The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype of
-the model's log-probs in the store.
+The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype in
+which the model's log-probs in the store were computed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Store:
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a reference.
 
-        If the store has no such table, the error message also names the dtypes in which the same weights were scored.
+        If the store has no such table, but has log-probs of the same weights, the error message also names the dtypes in which
+        these were computed.
 
         Args:
             reference: from `describe_reference`.
@@ -136,8 +137,8 @@ class Store:
             ) from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return those of the references in `candidates` for which the store has a table. The list is empty if there is no
-        store at the URI.
+        """Return the references in `candidates` for which the store has a table. The list is empty if there is no store at the
+        URI.
 
         Raises:
             UsageError: the URI points to something that is not a store.
@@ -164,7 +165,7 @@ class Store:
         Raises:
             UsageError: the URI points to something that is not a store.
             DamagedStoreError: the table's log is damaged, or a part of the table is missing.
-            StoreUnavailableError: the store cannot be written.
+            StoreUnavailableError: the store cannot be written to.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
@@ -187,8 +188,8 @@ class Store:
         return table
 
     def _refuse_what_is_no_store(self) -> None:
-        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store, which is a
-        folder that contains Delta tables."""
+        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store: a store is a
+        folder with one subfolder per reference model."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file, but a store is a folder")
@@ -249,10 +250,11 @@ def choose_reference(
     Args:
         store: the store to search for the model.
         model: folder or hub id of the model.
-        dtype: a dtype that describe_reference accepts, or "auto" for the dtype of the model's log-probs in the store.
+        dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model's log-probs in the store were
+            computed.
         otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
         lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None
-            means the dtype of the logits in the store.
+            means the dtype of logits that was used for the log-probs in the store.
         revision, progress: passed to describe_reference.
 
     Returns:
@@ -260,7 +262,8 @@ def choose_reference(
 
     Raises:
         StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
-        UsageError: the store has values of the model in several dtypes. All errors of describe_reference can be raised too.
+        UsageError: the store has log-probs of the model that were computed in several dtypes. All errors of describe_reference
+            can be raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -287,7 +290,7 @@ def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | No
 
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
-    """Return the error to raise if a store or service has values of a model in several dtypes."""
+    """Return the error to raise if a store or service has log-probs of a model that were computed in several dtypes."""
     heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
         f"{place} has values of {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "

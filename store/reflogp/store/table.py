@@ -47,12 +47,12 @@ from reflogp.store.texts import counted, short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that have more values than the snapshot has for the same keys.
+    """Return the rows that have more values than the snapshot has for their keys.
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
-    If nothing changes, `rows` itself is returned. The caller then knows that a shard already written from these rows is still
-    valid.
+    If no row is changed, moved or omitted, `rows` itself is returned. In that case, a shard that was already written from these
+    rows is still valid.
 
     Raises DamagedStoreError if stored values that should replace a row's first values are damaged.
     """
