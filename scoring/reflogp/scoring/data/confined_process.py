@@ -107,7 +107,7 @@ class ConfinedProcess:
             raise ReflogpError(f"cannot start a process to read or tokenize data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Restart the timer after which `watch` kills a child that makes no progress."""
+        """Restart the period after which `watch` kills a child that has made no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
