@@ -38,8 +38,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the list would exceed `most` characters, it ends after the first names with the number of
-    names that were left out."""
+    """Join names with commas. If the list would exceed `most` characters, the last names are left out, and their number is
+    given instead."""
     shown: list[str] = []
     room = most
     for name in names:

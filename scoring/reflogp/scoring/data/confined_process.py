@@ -113,8 +113,8 @@ class ConfinedProcess:
     def watch(self, seconds: float, progress: int) -> None:
         """Kill the child if it has used no processor time, and `progress` has not changed, for `seconds` seconds.
 
-        `progress` is a number that the caller changes when the child makes progress. Time during which this process did not
-        run, for example on a suspended machine, does not count.
+        `progress` is a number that the caller changes when the child makes progress. Time during which this process does not
+        run, for example because the machine is suspended, is not counted.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now

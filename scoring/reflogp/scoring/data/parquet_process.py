@@ -79,7 +79,7 @@ class _ReaderKilledError(_MemoryExceededError):
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Yield validated record batches of a Parquet file in bounded memory.
+    """Yield validated record batches of a Parquet file, using a limited amount of memory.
 
     If a signal terminates the child process, a new child process continues from the last batch that was received. If a row
     group takes too much memory, or if two consecutive child processes are terminated before they send a batch, the next plan of
