@@ -99,8 +99,8 @@ class OpenDataset:
         root: folder that the path must not leave.
         parts: components of the dataset's path below the root.
         digest: expected digest of the content.
-        may_change: True if other users can write below the root. False for the service's folder of uploads, where a file can be
-            replaced only by a file with the same content.
+        may_change: True if other users can write below the root. False for the service's folder of uploaded and fetched
+            datasets, where a file can be replaced only by a file with the same content.
 
     Attributes:
         path: the dataset's path, with all symbolic links resolved.

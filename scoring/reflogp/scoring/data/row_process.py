@@ -354,7 +354,8 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
 
 
 def _placeholder(value: Any) -> str:
-    """Return the text that replaces a value that JSON cannot represent. transformers passes the same text to chat templates."""
+    """Return the text that replaces a value that JSON cannot represent. For chat templates, transformers replaces such a value
+    with the same text."""
     return f"<{type(value).__name__}>"
 
 
