@@ -53,7 +53,7 @@ def score(
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
-        dataset: preference pairs, KTO rows or rows of token ids, as a path, a hub name (for the train split), a
+        dataset: preference pairs, KTO rows or rows of token ids, as a path, a hub name (the train split is read), a
             `datasets.Dataset`, `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list
             of dicts.
         store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
@@ -71,8 +71,8 @@ def score(
         A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
 
     Raises:
-        UsageError: the model, the dataset or a setting cannot be used, or the store has values of the model in more than one
-            dtype.
+        UsageError: the model, the dataset or a setting cannot be used, or `dtype` is "auto" and the store has values of the
+            model in more than one dtype.
         EngineError: the model cannot be loaded, or a forward pass failed. Values computed before the failure are committed.
         StoreError: the store cannot be read or written.
 
@@ -134,8 +134,8 @@ def join(
     The new columns are the same as those of `reflogp join`. ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps)
     contain the sum of each completion's log-probs (float32, in nats). ref_chosen_tokens and ref_rejected_tokens (for KTO,
     ref_tokens) contain the number of log-probs in each sum (int64). chosen_key and rejected_key (for KTO, completion_key)
-    contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0 (int64). Rows whose
-    prompt alone fills max_length are left out, because TRL also drops them.
+    contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0 (int64). With
+    truncation_mode "keep_start", rows whose prompt alone fills max_length are left out, because TRL also drops them.
 
     Args:
         model: the reference model that was passed to `score`.
@@ -149,15 +149,15 @@ def join(
             same weight.
         tokenizer: the tokenizer that was passed to `score`; None if none was passed.
         snapshot: number of the snapshot to read; None for the latest snapshot.
-        on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
+        on_miss: "error" raises an error if a row has no values or cannot be used; "drop" leaves such rows out.
 
     Returns:
-        A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. A stream
-        (IterableDataset) must be read in a single process. It is joined while it is read, so errors about its rows are also
-        raised then.
+        A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. If
+        `dataset` is a stream (IterableDataset), its rows are joined while the result is read, so errors about rows are raised
+        only then. Read the result in a single process.
 
     Raises:
-        NotScoredError: some rows have no values or cannot be used. The message lists the rows.
+        NotScoredError: some rows have no values or cannot be used. The message lists the first of these rows.
         ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
         UsageError: see `score`.
 
@@ -314,9 +314,10 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns the model's VisionProcessor, or None if the model accepts only text.
+    """Return a function that returns the model's VisionProcessor. For a model that accepts only text, the function returns
+    None.
 
-    If `tokenizer` is a processor object with an image processor, that object is used. Otherwise, the function loads a
+    If `tokenizer` is a processor object with an image processor, the function uses it. Otherwise, the function loads a
     processor.
     """
     if tokenizer is None or isinstance(tokenizer, str):

@@ -81,7 +81,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
 
 def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
-    """Return the rows with their first values replaced by the stored values."""
+    """Return the rows with each row's first values replaced by the values that are stored for its key."""
     values = one_array(rows["token_logps"]).to_pylist()
     for row, beginning in zip(values, stored, strict=True):
         row[: len(beginning)] = beginning.tolist()
@@ -107,7 +107,7 @@ class Appended:
     """The result of one append.
 
     Attributes:
-        snapshot: number of the first snapshot that contains all the rows.
+        snapshot: number of a snapshot that contains all the rows.
         written: number of rows that were committed.
         already_there: number of rows that were skipped, because the table or another appended row has at least as many values
             for the same key.
@@ -136,7 +136,7 @@ class LogprobTable:
         uri: folder or object store prefix of the Delta table.
         reference: the reference model of the table.
         options: delta-rs storage options.
-        index_rows: maximum number of rows for which a snapshot keeps its index in memory.
+        index_rows: a snapshot with more rows than this does not keep an index of all keys in memory.
 
     Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
@@ -199,7 +199,7 @@ class LogprobTable:
 
         Raises:
             SnapshotNotFoundError: there is no snapshot with this number, or the snapshot cannot be read, for example because
-                its shards were vacuumed.
+                vacuum deleted some of its shards.
             StoreUnavailableError: the table cannot be read.
         """
         self._refresh()
@@ -225,7 +225,7 @@ class LogprobTable:
 
     @_in_turn
     def append(self, rows: pa.Table) -> Appended:
-        """Commit rows (schema.SCHEMA) as one shard. Either all of the rows become visible, or none.
+        """Commit rows (schema.SCHEMA) as one shard. Readers see either all of these rows or none.
 
         A row is skipped if the table already has at least as many values for its key. If the table has some values for the key,
         but fewer than the row, the table's values are kept, and only the row's remaining values are added. A value that has
@@ -362,11 +362,12 @@ class LogprobTable:
         return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
 
     def shard(self, path: str) -> Shard:
-        """Return a shard of this table, for reading."""
+        """Return an object that reads the shard at this path."""
         return Shard(self._reading, path)
 
     def committed_at(self) -> float:
-        """Return the commit time of the latest snapshot, in seconds since 1970, according to the writer's clock."""
+        """Return the commit time of the latest snapshot, in seconds since 1970, according to the clock of the machine that
+        committed it."""
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
@@ -425,7 +426,7 @@ class LogprobTable:
     def _salvage(self, error: BaseException) -> log.Replayed:
         """Replay the log's readable entries, because delta-rs could not read the log and raised `error`.
 
-        Raises StoreUnavailableError if the storage does not respond, or if the replay finds no damage.
+        Raises StoreUnavailableError if the log's files cannot be read, or if the replay finds no damage.
         """
         try:
             replayed = log.replay(self._reading)
@@ -475,7 +476,8 @@ class LogprobTable:
     def _arrived(self, path: str, before: int) -> bool:
         """Return True if the shard was committed after version `before`, although the commit seemed to fail.
 
-        The log's entries are searched, because another process may already have compacted the shard and thereby removed it.
+        The log's entries are searched, because another process may already have compacted the shard and thereby removed it from
+        the table.
 
         Raises StoreUnavailableError if there is no commit after `before`: in this case, no other writer caused the failure.
         """
@@ -489,8 +491,8 @@ class LogprobTable:
     def _tries(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.
 
-        An attempt fails if another writer commits between the reading of the log and the commit. Each pause between two
-        attempts therefore comes before the log is read. After several failed attempts, the pauses become shorter.
+        An attempt fails if another writer commits after this process has read the log and before it commits. This method
+        therefore pauses before it reads the log, not after. After several failed attempts, the pauses become shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """
@@ -517,7 +519,7 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit changes on top of the version that was read. Return False if another writer committed first."""
+        """Commit changes to the version of the table that was read last. Return False if another writer committed first."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

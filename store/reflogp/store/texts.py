@@ -38,8 +38,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the list would exceed `most` characters, it contains only the first names, and the number of
-    the others."""
+    """Join names with commas. If the list would exceed `most` characters, the last names are left out, and their number is
+    given instead."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -149,8 +149,8 @@ _SECRET = re.compile(
 def visible(text: str, keep: str = "") -> str:
     """Return `text` with every control or invisible character written as an escape, such as ``\\x1b`` or ``\\u202e``.
 
-    The result cannot control a terminal or reorder a line, and contains nothing invisible. Letters of all scripts are
-    unchanged.
+    When the result is printed, it cannot control the terminal or change the order of the characters in a line. Letters of all
+    scripts are unchanged.
 
     Args:
         keep: characters to leave unchanged, such as "\\n" in multi-line text.
@@ -161,10 +161,11 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` with the user, query and fragment removed from every URI, because signed URIs contain secrets there.
+    """Return `text` with the user name, password, query and fragment removed from every URI, because these parts can contain
+    secrets.
 
-    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Parameters that are known to contain
-    secrets are hidden even outside of URIs.
+    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. The values of parameters that usually
+    contain secrets, such as `token`, are hidden even outside of URIs.
     """
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
 
@@ -175,7 +176,8 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened_without_secrets(text: str) -> str:
-    """Hide secrets in a text, then shorten it. Secrets are hidden first because a truncated one would not be recognized."""
+    """Hide secrets in a text, then shorten it. Secrets are hidden first, because a secret that has been cut might not be
+    recognized."""
     return shortened(hide_secrets(text))
 
 

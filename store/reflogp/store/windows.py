@@ -39,8 +39,8 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that determine which sequences are scored: max_length and truncation_mode with keep_end; otherwise,
-        none.
+        """The settings that determine which sequences are scored: max_length and truncation_mode if there is a maximum length
+        and the mode is keep_end; otherwise, none.
 
         keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
         not affect scoring, because it is applied later, to the stored values of individual tokens.
@@ -59,7 +59,8 @@ class Windows:
         completion_ids: token ids of the n completions, large_list<uint32>; with keep_start, these are whole completions, even
             if only their first tokens are needed.
         needed: number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool of shape (n,).
+        dropped: with keep_start, True for each row that TRL removes because the prompt alone fills max_length; otherwise False,
+            bool of shape (n,).
     """
 
     prompt_ids: pa.LargeListArray

@@ -1,19 +1,19 @@
 """Limit how much data is decoded from a dataset, because a file of a few kilobytes can expand to terabytes.
 
-A service reads datasets with these limits; the command line reads without limits. There is a maximum size for a row, for a
-group of rows that is read at once (a JSON array, a Parquet row group, an Arrow batch), and for the whole dataset. Sizes are
-measured in bytes of decoded data, not of the Python objects created from the data.
+The scoring service applies these limits to the datasets that it reads; commands such as `reflogp score` do not. There is a
+maximum size for a row, for a group of rows that is read at once (a JSON array, a Parquet row group, an Arrow batch), and for
+the whole dataset. Sizes are measured in bytes of decoded data, not of the Python objects created from the data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
 The parent process holds one message from the child in memory at a time. The child splits its data into messages of at most 32
 MiB or of a single row. A batch with dictionaries or views cannot be split, so its message can be as large as `group_bytes`.
 
-The limits do not cover the following costs, so also set a memory limit for the process:
+The limits do not cover the following costs. Because of the first three, also set a memory limit for the process:
 - Python objects. Lists, and objects decoded from JSON, take up to about thirty times the size of their text; strings take up to
   four times the size of their text.
 - JSON arrays. While an array is decoded, two copies of it are in memory (about twice `group_bytes`), in addition to the Python
   objects.
-- Decompression. A decompressor keeps a window of its latest output in memory, of up to 128 MiB for zstd.
+- Decompression. A decompressor keeps its latest output in memory (up to 128 MiB for zstd).
 - Time. A file with many tiny pages or rows can take a long time to read, because only its size is limited (`dataset_bytes`),
   not the time.
 """
@@ -47,8 +47,8 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A longer row is reported as a bad row. In a CSV file, DatasetError is raised instead,
-            because the rows after it cannot be read.
+        row_bytes: maximum size of a row. A larger row is reported as a bad row, except in a CSV file: DatasetError is raised,
+            because the file's remaining rows cannot be read.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -98,7 +98,8 @@ def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
 
 
 def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
-    """Yield lines with their line endings. For a line longer than `row_bytes`, skip it in small pieces and yield None."""
+    """Yield lines with their line endings. Yield None for a line longer than `row_bytes`; the rest of the line is read in small
+    pieces and discarded."""
     most = min(row_bytes + 1, sys.maxsize)
     while line := reader.readline(most):
         if len(line) <= row_bytes:
@@ -255,12 +256,13 @@ def _lengths(array: pa.Array) -> pa.Array:
 
 
 def place(data: bytes, at: int) -> int:
-    """Return the offset that the forward reference at the offset `at` of a flatbuffer points to."""
+    """Follow a forward reference in a flatbuffer: return the offset that the reference at offset `at` points to."""
     return at + int(struct.unpack_from("<I", data, at)[0])
 
 
 def table_at(data: bytes, table: int, number: int) -> int:
-    """Return the offset of the table or vector that a table's field refers to. Raises IndexError if the field is absent."""
+    """Return the offset of the table or vector that field `number` of a flatbuffer table refers to. Raises IndexError if the
+    field is absent."""
     at = field_at(data, table, number)
     if at is None:
         raise IndexError
@@ -268,7 +270,7 @@ def table_at(data: bytes, table: int, number: int) -> int:
 
 
 def field_at(data: bytes, table: int, number: int) -> int | None:
-    """Return the offset of a table's field, or None if the field is absent."""
+    """Return the offset of field `number` of a flatbuffer table, or None if the field is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     entry = 4 + 2 * number
     if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:

@@ -92,14 +92,15 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """A dataset's open files, whose content has the expected digest. As a context manager, it closes the files on exit.
+    """A dataset's open files. When they are opened, their content is compared with the expected digest. As a context manager,
+    it closes the files on exit.
 
     Args:
         root: folder that the path must not leave.
         parts: components of the dataset's path below the root.
         digest: expected digest of the content.
-        may_change: True if other users can write below the root. False for a service's own folder, where a file can only be
-            replaced by a file with the same content.
+        may_change: True if other users can write below the root. False for the service's folder of uploaded and fetched
+            datasets, where a file can be replaced only by a file with the same content.
 
     Attributes:
         path: the dataset's path, with all symbolic links resolved.
@@ -151,7 +152,7 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that takes an image's path from a row, opens the image, and returns the file descriptor.
+    """Return a function that opens an image, given its path in a row, and returns the file descriptor.
 
     Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
     through a hidden folder, or if the file is hidden or cannot be opened.
@@ -322,7 +323,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
 
 
 def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
-    """Open an entry of a folder. Return None for a hidden regular file or folder, because dataset readers skip it."""
+    """Open an entry of a folder. Return None for a hidden file or a hidden folder, because dataset readers skip both."""
     at = _walk(root, folder, ())
     try:
         mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode

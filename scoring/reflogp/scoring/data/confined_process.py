@@ -107,14 +107,14 @@ class ConfinedProcess:
             raise ReflogpError(f"cannot start a process to read or tokenize data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Restart the timer after which `watch` kills a child that makes no progress."""
+        """Restart the period after which `watch` kills a child that has made no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
         """Kill the child if it has used no processor time, and `progress` has not changed, for `seconds` seconds.
 
-        `progress` is a number that the caller changes when the child makes progress. Time during which this process did not
-        run, for example on a suspended machine, does not count.
+        `progress` is a number that the caller changes when the child makes progress. Time during which this process does not
+        run, for example because the machine is suspended, is not counted.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now

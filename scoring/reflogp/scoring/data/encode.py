@@ -2,9 +2,9 @@
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
 only to plain-text completions. For each completion, two texts are tokenized: the prompt, and the prompt followed by the
-completion. The completion starts where the two lists of tokens first differ. If the two completions of a pair would start at
-different positions, both start at the earlier one. This module does not import trl. Templates and tokenizers run in the calling
-process, so `row_process` calls this module in child processes that it can kill.
+completion. The completion starts after the longest common prefix of the two lists of tokens. If the two completions of a pair
+would start at different positions, both start at the earlier one. This module does not import trl. Templates and tokenizers run
+in the calling process, so `row_process` calls this module in child processes that it can kill.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
 
     Args:
         place: the dataset's repository and revision on the Hub.
-        config: a config (subset) of the dataset; None for its default.
+        config: name of one of the dataset's configs (subsets); None for the default config.
         split: name of the split.
         check: function that is called a few times a second. It can stop the search by raising an error.
 

@@ -76,7 +76,7 @@ class ImageDecoder:
             self._idle.put(None)  # a thread that waits for a child wakes up and gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
-        """Return (pixel digest, kind, seconds of processor time spent on decoding) for an encoded image.
+        """Return (pixel digest, (size, mode), seconds of processor time spent on decoding) for an encoded image.
 
         Raises RowError if the data is damaged or is not an image, or if the image has too many pixels or takes too much memory
         or processor time to decode.

@@ -27,7 +27,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 
     Args:
         columns: the row's text columns.
-        images: (pixel digest in hexadecimal, kind) for each image in the row, in order.
+        images: (pixel digest in hexadecimal, (size, mode)) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
     Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if a template

@@ -75,7 +75,7 @@ class RowImage:
     def encoded(self) -> bytes:
         """Return the image in an encoded form, such as PNG, that decodes to exactly the same pixels.
 
-        Raises RowError if no file format can store the image without loss.
+        Raises RowError if neither PNG nor TIFF can store the image without loss.
         """
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         if isinstance(source, bytes):
@@ -263,7 +263,7 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
 
     The column `image` contains one image, and the column `images` contains a list of images.
 
-    If a row has both columns, `image` is used, as in TRL. If both columns are null or missing, the row has no image.
+    If both columns have a value, only `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 
     Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
     """

@@ -79,11 +79,11 @@ class _ReaderKilledError(_MemoryExceededError):
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Yield validated record batches of a Parquet file in bounded memory.
+    """Yield validated record batches of a Parquet file, using a limited amount of memory.
 
-    If a signal terminates the child process, a new child process continues where it stopped. If a row group takes too much
-    memory, or if two child processes in a row are terminated before they send a batch, the next plan of `_PLANS`, which needs
-    less memory, is tried for that row group. Later row groups are read with the first plan again.
+    If a signal terminates the child process, a new child process continues from the last batch that was received. If a row
+    group takes too much memory, or if two consecutive child processes are terminated before they send a batch, the next plan of
+    `_PLANS`, which needs less memory, is tried for that row group. Later row groups are read with the first plan again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.

@@ -70,7 +70,7 @@ class PixelCache:
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 
     def get(self, key: bytes) -> tuple[bytes, Kind] | None:
-        """Return (pixel digest, kind) for the image with this key, or None if the image is not in the cache."""
+        """Return (pixel digest, (size, mode)) for the image with this key, or None if the image is not in the cache."""
         with self._lock:
             if key in self._new:
                 return self._new[key]

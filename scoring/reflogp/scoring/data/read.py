@@ -1,4 +1,4 @@
-"""Read rows from JSON Lines, JSON, CSV, Parquet or Arrow files, from datasets saved by `datasets`, or from the HF Hub.
+"""Read rows from JSON Lines, JSON, CSV, Parquet or Arrow files, from datasets saved with `save_to_disk`, or from the HF Hub.
 
 A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
 `bounds` implements the limits on memory and decoded bytes.
@@ -90,11 +90,11 @@ class RowSource:
         data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
             Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. If there are limits, a hub name is also rejected, and so is a
-            saved dataset that names files outside its folder.
+        bounds: limits for untrusted data; None for no limits. With limits, only local files are read: hub names and hf://
+            addresses are rejected, and so are saved datasets that name files outside their folder.
         check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
-        open_image: function that takes an image's path from a row, opens the image, and returns the file descriptor. If None,
-            rows can name any file, and relative paths are resolved against the folder of the dataset's files.
+        open_image: function that opens an image, given its path in a row, and returns the file descriptor. If None, rows can
+            name any file, and relative paths are resolved against the folder of the dataset's files.
 
     Attributes:
         open_image: function that opens an image file named by a row.
@@ -143,8 +143,8 @@ class RowSource:
     def only(self, numbers: Iterable[int]) -> RowSource:
         """Return a view of the dataset that iterates only over the given rows.
 
-        Row numbers stay the same. `count` still counts all rows of the dataset. For text and Arrow files, `schema` uses only
-        the given rows.
+        Row numbers stay the same. `count` still counts all rows of the dataset. For JSON, CSV and Arrow files, `schema` uses
+        only the given rows.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
@@ -180,7 +180,7 @@ class RowSource:
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        For text and Arrow files, all rows are read. For other formats, the schema comes from metadata.
+        For JSON, CSV and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
             usable: function that takes a row's columns. It must return False for a row that will be left out of the output, so

@@ -127,7 +127,7 @@ class RowTokenizer:
 
         Raises:
             TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
-            DatasetError: too many rows (SLOW_ROWS) reached the time limit.
+            DatasetError: SLOW_ROWS rows reached the time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
         waiting = deque(self._chunks(rows, images, found))
@@ -331,7 +331,7 @@ class _Child(ConfinedProcess):
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
     """Return a JSON object with the columns that determine a row's tokens.
 
-    Its field `images` contains the digests and kinds of the row's images, if any.
+    Its field `images` contains the pixel digests, sizes and modes of the row's images, if any.
 
     Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """
@@ -354,7 +354,8 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
 
 
 def _placeholder(value: Any) -> str:
-    """Return the text that replaces a value that JSON cannot represent. transformers passes the same text to chat templates."""
+    """Return the text that replaces a value that JSON cannot represent. For chat templates, transformers replaces such a value
+    with the same text."""
     return f"<{type(value).__name__}>"
 
 
@@ -362,7 +363,7 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
     """Yield each row's examples from a child's answer.
 
     `rows` contains, for each example of each row, the lengths of the prompt and the completions, or an error. `ids` contains
-    all token ids.
+    the token ids of all examples, in the same order.
     """
     start = 0
     for examples in rows:
@@ -440,7 +441,7 @@ def _answer(
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """Return the result of `work`, or the row's error if `work` raises an exception. Only TokenizerError is raised."""
+    """Return the result of `work`, or the row's error if `work` raises an exception other than TokenizerError."""
     try:
         return work()
     except TokenizerError:

@@ -96,8 +96,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     Args:
         columns: the row's columns.
         form: the dataset's format.
-        images: True if the caller scores the row's images and checks the content parts of messages itself. If False, RowError
-            is raised for a row with images, video or audio.
+        images: True if the caller processes the row's images and checks the content parts of messages itself. If False,
+            RowError is raised for a row with images, video or audio.
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column

@@ -41,7 +41,7 @@ class TokenizedRows:
             completion: `chosen_ids` and `rejected_ids`, or `completion_ids` and, in some datasets, `KL_completion_ids`. Columns
             of token ids have the type list<int64>.
         rows: original columns of each row of the table, as read from the dataset, in the table's order.
-        problems: row number -> reason, for each row with an example that could not be added to the table.
+        problems: dict from row number to the reason why one of the row's examples could not be added to the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit, so that another run might have a different result.
         images: the images of the table's rows; empty for a text-only dataset.
@@ -88,8 +88,8 @@ def tokenize_dataset(
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
         limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is reported as a bad row.
-        check: function that is called about ten times a second, and for each row in the tokens format. It can stop the work by
-            raising an error.
+        check: function that is called about ten times a second; in the tokens format, it is called once for each row. It can
+            stop the work by raising an error.
         load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
             the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
             rows that contain images are bad rows.

@@ -187,7 +187,8 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete partial files left by processes that were killed. A running process keeps its partial file locked."""
+    """Delete partial files left by processes that were killed. Partial files that a running process still writes are locked,
+    and are kept."""
     for partial in folder.glob(".*.partial"):
         with suppress(OSError):  # the file is locked, or was renamed a moment ago
             descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
