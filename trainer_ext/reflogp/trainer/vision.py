@@ -175,7 +175,8 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
         trainer: a constructed trainer.
         name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError, with the row's number, if TRL's collator rejects a row or `max_length` truncates a row's images.
+    Raises UsageError, with the row's number, if TRL's collator rejects a row or if truncation to `max_length` would remove
+    tokens of a row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
@@ -214,7 +215,7 @@ class RowTokens:
     """A callable for `datasets.map` that computes the token ids of one row.
 
     Args:
-        collator: the run's collator, an instance of TRL's class.
+        collator: the run's collator, a DataCollatorForVisionPreference.
         token: id of the model's image token.
         name: the dataset's name, for error messages.
     """
@@ -282,7 +283,8 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation removes image tokens, because the model would then fail during training."""
+    """Raise UsageError if the collator's truncation would remove image tokens, because the model would then fail during
+    training."""
     if max_length is None:
         return
     prompts = rows.with_format("arrow")["prompt_ids"]

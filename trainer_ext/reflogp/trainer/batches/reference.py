@@ -108,7 +108,7 @@ class BatchReference(ReferenceDuringTraining):
             log-probs in nats, float32 of shape (B, L - 1), on the device of `input_ids`. Entry t of a row is the log-prob of
             the row's token t + 1; entries before the row's completion and at padding are 0.
 
-        Raises MissingLogpsError if a row is not in any of the datasets.
+        Raises MissingLogpsError if a row is not in any of the datasets whose values were looked up.
         """
         log_probs = np.zeros((input_ids.shape[0], input_ids.shape[1] - 1), np.float32)
         for row, (ids, mask) in enumerate(zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True)):
