@@ -233,8 +233,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those of pairs with images, which
-        are tokenized here."""
+        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those with images, which are
+        tokenized here."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -263,7 +263,7 @@ class CachedReferenceMixin(_AnyTrainer):
         """Return the dtype in which the reference log-probs must be computed: the policy's dtype, or None if any dtype is
         accepted.
 
-        Any dtype is accepted if a tolerance was given or the audit is off.
+        Any dtype is accepted if `step_zero_tolerance` was given or the audit is off.
         """
         if self.step_zero_tolerance is not None or not self._is_audited:
             return None

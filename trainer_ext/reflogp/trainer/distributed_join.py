@@ -157,7 +157,7 @@ def join_on_all_ranks(
     settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up the values for a dataset's rows. Every process must have a copy of the dataset.
+    """Look up the values for a dataset's rows. Every process must have the same rows in the same order.
 
     Args:
         dataset: the tokenized rows.

@@ -1,7 +1,7 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-This module never checks TRL's version number; it recognizes a version by its column names and methods. These are the columns
-of token ids, and the reference columns, in each version. In KTO 1.2 and 1.3, the tokens are already truncated.
+This module never checks TRL's version number; it recognizes a version by its column names and methods. These are the columns of
+token ids, and the reference columns, in each version. TRL 1.2 and 1.3 also truncate KTO's tokens.
 
     DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
     DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (means for IPO)

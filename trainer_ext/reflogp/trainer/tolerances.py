@@ -37,7 +37,7 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
     Args:
         model: the policy, unwrapped.
         accelerator: the trainer's Accelerator. Its mixed precision comes from bf16=, fp16=, `accelerate launch
-            --mixed_precision` or DeepSpeed's settings. If None, the dtype of the weights is returned.
+            --mixed_precision` or DeepSpeed's settings. If `accelerator` is None, the dtype of the weights is returned.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and

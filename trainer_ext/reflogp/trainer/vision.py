@@ -50,7 +50,7 @@ _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_
 
 
 def has_images(dataset: Any) -> bool:
-    """Return True if a dataset has a column named like TRL's image columns. TRL reads the rows of such a dataset as pairs with
+    """Return True if a dataset has a column named `image` or `images`. TRL treats the rows of such a dataset as pairs with
     images."""
     names = getattr(dataset, "column_names", None) or ()
     if isinstance(dataset, IterableDataset) and not names:
@@ -98,8 +98,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
             a stream is checked, and only if `raw` is True. Objects of other types are not checked.
         name: the dataset's name in error messages (train, eval, …).
-        raw: True if TRL has not prepared the dataset yet. In that case, columns with the names of image columns are rejected
-            even if they contain no images.
+        raw: True if TRL has not prepared the dataset yet. In that case, columns named `image` or `images` are rejected even if
+            they contain no images.
         images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, are
             rejected.
     """

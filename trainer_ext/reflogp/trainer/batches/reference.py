@@ -128,7 +128,7 @@ class BatchReference(ReferenceDuringTraining):
     def sums(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of each row's log-probs, and the number of tokens in each sum.
+        """Return the sum of each row's stored log-probs, and the number of tokens in each sum.
 
         Args:
             input_ids, attention_mask: a padded batch, as for `token_logps`, shape (B, L).

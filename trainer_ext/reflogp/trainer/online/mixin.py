@@ -47,7 +47,8 @@ class RemoteReferenceMixin(_AnyTrainer):
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
-        UsageError: TRL would not use a reference with these arguments, or the arguments do not match the service's reference.
+        UsageError: TRL would not use a reference with these arguments, or the service's reference model is not the given model
+            or computes in a different dtype than the policy.
         ReferenceNotFoundError, ServiceError: the service does not have the reference or is unreachable, or it does not respond
             in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.
