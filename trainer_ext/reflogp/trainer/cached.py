@@ -1,9 +1,9 @@
 """Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
 TRL calls its hook `_precompute_ref_logps` with the dataset after tokenizing and filtering it. The mixin overrides the hook to
-add the reference columns. The loss reads these columns, and TRL does not remove them with the unused columns. For trainers
-without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. The rest of TRL's
-training code runs unchanged.
+add columns with the reference log-probs. The loss reads these columns, and TRL does not remove them when it removes unused
+columns. For trainers without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. The
+rest of TRL's training code runs unchanged.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class CachedReferenceMixin(_AnyTrainer):
     Args:
         reference: where the reference log-probs are stored.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
-            the first batch are compared with the joined values before the first step. Pass False if the policy starts from
+            the first batch are compared with the reference's before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes in use (reflogp.trainer.tolerances).
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtypes in use (reflogp.trainer.tolerances).
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
@@ -79,7 +79,7 @@ class CachedReferenceMixin(_AnyTrainer):
     Attributes:
         joins: a record of each join, by dataset name ("train", "eval", …). The records are also in
             `output_dir/reflogp_audit.json`.
-        audit: the audit of the run; its attribute `step_zero` is the result of the step-0 gate.
+        audit: the audit of the run; its attribute `step_zero` is the result of the comparison before the first step.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -233,8 +233,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those of pairs with images, which
-        are tokenized here."""
+        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those with images, which are
+        tokenized here."""
         return token_rows(dataset, self, name) if self._has_images else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -260,9 +260,10 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _dtype_to_score(self) -> str | None:
-        """Return the dtype in which the reference must be scored: the policy's dtype, or None if any dtype is accepted.
+        """Return the dtype in which the reference log-probs must be computed: the policy's dtype, or None if any dtype is
+        accepted.
 
-        Any dtype is accepted if a tolerance was given or the audit is off.
+        Any dtype is accepted if `step_zero_tolerance` was given or the audit is off.
         """
         if self.step_zero_tolerance is not None or not self._is_audited:
             return None

@@ -19,7 +19,7 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """A placeholder that takes the place of TRL's reference model, but cannot be used as a model.
+    """A placeholder for TRL's reference model, which cannot be used as a model.
 
     The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
     placeholder, move it or read its attributes raises an error.
@@ -36,8 +36,8 @@ class NoReferenceModel:
 
 
 class ReferenceDuringTraining(NoReferenceModel):
-    """An object that replaces a reference model and supplies its log-probs during training, so datasets need no reference
-    columns.
+    """An object that replaces a reference model and supplies the model's log-probs during training, so that datasets need no
+    columns with reference log-probs.
 
     Attributes:
         where: the source, reference and snapshot of the values.
@@ -102,7 +102,7 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
 
     TRL's constructors add a "ref" adapter to a PeftModel, insert LoRA layers into a plain model, replace a model's `forward`,
     disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second attempt to create a
-    trainer with the same objects would start from changed objects.
+    trainer with the same objects would start with modified objects.
 
     Args:
         given: models and tokenizers; other objects are ignored. Models are not moved back to their original devices.

@@ -50,8 +50,8 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """The result of `agree_on_snapshot` if the store does not exist or has no values for the reference. Every row is then
-    missing.
+    """The result of `agree_on_snapshot` if the store does not exist or has no values for the reference. In this case, no row
+    has values.
 
     Attributes:
         error: the error that was raised when the store was opened.
@@ -61,8 +61,8 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """If the source has yet to choose a dtype (dtype="auto"), let the first process choose one for a policy that computes in
-    `dtype`. Return the source with the chosen dtype."""
+    """If the source was created with dtype="auto", let the first process choose the reference's dtype, given that the policy
+    computes in `dtype`. Return the source with the chosen dtype."""
     if not source.chooses_dtype:
         return source
 
@@ -99,7 +99,8 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Report every row of a dataset as missing, because the store has no values. Return None if no row has a completion."""
+    """Return a Misses that lists all rows that have a completion, because the store has no values. Return None if no row has a
+    completion."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -125,7 +126,8 @@ def raise_missing(
         where: the snapshot in which the values were looked up, or NothingScored if there is none.
         settings: the trainer's settings that the sums depend on.
         output_dir: folder in which to write a file with the missing rows' token ids.
-        dtype: dtype for the command in the error if nothing has been scored yet. If None, the command uses the source's dtype.
+        dtype: dtype for the command in the error message, used only if nothing has been scored yet. If None, the command uses
+            the source's dtype.
 
     Raises:
         MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
@@ -155,7 +157,7 @@ def join_on_all_ranks(
     settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up the values for a dataset's rows. Every process must have a copy of the dataset.
+    """Look up the values for a dataset's rows. Every process must have the same rows in the same order.
 
     Args:
         dataset: the tokenized rows.

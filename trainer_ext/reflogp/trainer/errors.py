@@ -8,7 +8,7 @@ ReflogpError (reflogp.store.errors)
     ├── ReferenceChangedError    a service no longer serves the run's reference model
     ├── RankFailedError          another process of a distributed run failed
     └── AuditError               the audit found wrong, missing or recomputed reference values
-        └── StepZeroError        before the first step, the policy differs from the joined values
+        └── StepZeroError        before the first step, the policy's log-probs differ from the reference's
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MissingLogpsError(ReferenceLogpsError):
     """Some rows have sequences that were never scored.
 
     Attributes:
-        rows: indices of the missing rows in the trainer's tokenized dataset. If several datasets have missing rows, only those
-            of the first such dataset are listed.
+        rows: indices of these rows in the trainer's tokenized dataset. If several datasets have such rows, only those of the
+            first of these datasets are listed.
         command: command that scores the missing rows of all datasets; empty if the values come from a file.
-        datasets: indices of the missing rows, by dataset name ("train", "eval", or the key of an evaluation set).
+        datasets: indices of these rows, by dataset name ("train", "eval", or the key in a dictionary of evaluation datasets).
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
@@ -41,7 +41,7 @@ class UnusableLogpsError(ReferenceLogpsError):
     """Some rows have values that are damaged or not finite.
 
     Attributes:
-        rows: indices of the unusable rows in the trainer's tokenized dataset.
+        rows: indices of these rows in the trainer's tokenized dataset.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:

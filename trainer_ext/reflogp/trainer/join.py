@@ -1,7 +1,7 @@
 """Join reference log-probs into a tokenized dataset, by key.
 
-The module reflogp.store.joins looks up keys and computes sums. This module adds the columns to datasets, and reports rows
-without values.
+The module reflogp.store.joins looks up keys and computes sums. This module adds the sums to datasets as columns, and reports
+rows without values.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def join_reference_logps(
 
 
 def ask_dataset(dataset: Dataset, layout: Layout, settings: TrainerSettings) -> Asked:
-    """Return the keys and completion lengths to look up for a dataset's rows."""
+    """Return the keys to look up for a dataset's rows, and the lengths of the rows' completions."""
     cut = TrainerSettings() if layout.cut else settings
     return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
 

@@ -1,12 +1,13 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-This module never checks TRL's version number; it recognizes a version by its column names and methods.
+This module never checks TRL's version number; it recognizes a version by its column names and methods. These are the columns of
+token ids, and the reference columns, in each version. TRL 1.2 and 1.3 also truncate KTO's tokens.
 
-    DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
-    DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
-    KTO   1.6 and newer        prompt_ids, completion_ids, KL_completion_ids                       ref_logps, ref_KL_logps
-    KTO   1.4, 1.5             the same                                                            reference_logps, …
-    KTO   1.2, 1.3             prompt_input_ids, completion_input_ids (prompt and completion, cut) reference_logps, …
+    DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
+    DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (means for IPO)
+    KTO   1.6 and newer      prompt_ids, completion_ids, KL_completion_ids                 ref_logps, ref_KL_logps
+    KTO   1.4, 1.5           the same as in 1.6                                            reference_logps, …
+    KTO   1.2, 1.3           prompt_input_ids, completion_input_ids (includes the prompt)  reference_logps, …
 
 One process on each node writes the reference columns to an Arrow file, and all processes on the node map the file into memory.
 """
@@ -84,7 +85,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Return the table in the newest TRL's columns, after removing the prompt's tokens from the start of each completion."""
+    """Convert a table to the newest TRL's columns, and remove the prompt's tokens from the start of each completion."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:

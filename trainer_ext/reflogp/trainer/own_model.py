@@ -78,7 +78,7 @@ def fill_in(
 ) -> str:
     """Compute reference log-probs for the rows without values, on all processes together, and write them into `columns`.
 
-    To check that the model is the reference, some rows that have values are computed too, and the results are compared with
+    To check that the model is the reference, log-probs are also computed for some rows that have values, and are compared with
     these values. If no row has values, the model's weights are compared with the reference's weight files instead.
 
     Args:

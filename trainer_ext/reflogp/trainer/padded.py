@@ -1,5 +1,5 @@
-"""Convert a trainer's padded batch into sequences that a service can score, and put the returned log-probs into the batch's
-shape."""
+"""Convert a trainer's padded batch into sequences that a service can score, and arrange the returned log-probs in the shape of
+the batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Wanted:
     """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: row and column of the first completion token in the batch.
+        row, start: the row, and the column of its first completion token in the batch.
         prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
         attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
     """

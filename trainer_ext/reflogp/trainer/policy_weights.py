@@ -84,8 +84,8 @@ class PolicyWeights(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights again, because `train` may have changed their layout.
 
-        `train` may have sharded, cast or broadcast the weights. If they were unchanged when `train` was called, their new
-        layout also counts as unchanged.
+        `train` may have sharded, cast or broadcast the weights. If they were unchanged when `train` was called, they also count
+        as unchanged in their new layout.
         """
         if self._carries:
             self._known.append(self._now())

@@ -76,7 +76,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
 
 
 def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
-    """Run work as `on_all_ranks` does, even if the work takes longer than the process group's timeout (10 minutes with NCCL).
+    """Run `work` as `on_all_ranks` does, but allow it to take longer than the process group's timeout (10 minutes with NCCL).
 
     Args:
         what: description of the work, for the error message on the other processes.

@@ -77,8 +77,8 @@ class RemoteReference(ReferenceDuringTraining):
         source: a running service and the reference model's name, path or id.
         deadline: maximum number of seconds to wait for one batch's values, including retries and the pauses between retries.
             The service may be slow, unreachable or restarting for this long before an error is raised.
-        absolute_positions: whether the reference looks up absolute positions in a table (as GPT-2 does), so that left padding
-            changes the reference's input.
+        absolute_positions: whether the reference model has an embedding table for absolute positions (as GPT-2 does), so that
+            left padding changes the reference's input.
 
     Raises:
         UsageError: the source is not a service.
@@ -160,7 +160,7 @@ class RemoteReference(ReferenceDuringTraining):
 
         Raises:
             UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.
-            UnusableLogpsError: the service cannot score some rows.
+            UnusableLogpsError: the service cannot score some rows, or their log-probs are not finite.
             ReferenceChangedError: the service no longer serves the reference that the run started with.
             ServiceError: the service did not respond before the deadline.
             RankFailedError: another process raised one of these errors. All processes must call this method together.

@@ -43,7 +43,7 @@ class ReferenceSource:
             dtype in which the location has values of the model, if there is only one. If there are several, it selects the
             dtype in which the run computes, which must be one of them. If the location has no values of the model, "auto" also
             selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift
-            determine the run's dtype from the policy and its mixed precision. All other code that uses a source assumes
+            determine the run's dtype from the policy and its mixed precision. All other code assumes that the run computes in
             bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of a snapshot, or None for the snapshot that is the latest when the join begins.
@@ -52,7 +52,7 @@ class ReferenceSource:
             begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If the model has
             no adapter, its weights must still equal the reference's.
         lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
-        reference: name of the reference model in a service, in place of `model` or `reference_id`.
+        reference: name of the reference model in a service, which can be given instead of `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
         score_timeout: maximum number of seconds that on_miss="score" may take. If None, there is no limit, but an error is
             raised if the service is unreachable for ten minutes.
@@ -120,7 +120,7 @@ class ReferenceSource:
     def chosen_for(self, dtype: str) -> Reference:
         """Return the reference that a source with dtype="auto" selects for a run that computes in `dtype`.
 
-        Raises UsageError if the location has the model in several dtypes but `dtype` is not one of them.
+        Raises UsageError if the location has values of the model in several dtypes but `dtype` is not one of them.
         """
         assert self.model is not None
         possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
@@ -217,8 +217,8 @@ class ReferenceSource:
 
 
 def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:
-    """Return the Reference for a model that scores in `dtype`. If `dtype` is "auto", use the dtype of `reference_id`, or
-    bfloat16 if no id is given."""
+    """Return the Reference for a model that computes log-probs in `dtype`. If `dtype` is "auto", use the dtype of
+    `reference_id`, or bfloat16 if no id is given."""
     if dtype == AUTO and reference_id is not None:
         possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
         found = next((reference for reference in possible if reference.reference_id == reference_id), None)

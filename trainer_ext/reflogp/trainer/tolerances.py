@@ -19,7 +19,8 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 def tolerance(dtype: str, is_moe: bool) -> float:
     """Return the allowed difference in nats/√tokens if both computations used `dtype`; unknown dtypes are treated as bfloat16.
 
-    For an autocast dtype, the tolerance depends on the dtype of the matrix products, because they cause most of the difference.
+    For an autocast dtype, the tolerance depends on the dtype of the matrix products, because matrix products cause most of the
+    difference.
     """
     dense, experts = _allowed(dtype)
     return experts if is_moe else dense
@@ -31,12 +32,12 @@ def coarser(first: str, second: str) -> str:
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """Return the name of the dtype in which a policy computes, spelled as in a reference's dtype.
+    """Return the name of the dtype in which a policy computes, spelled as in `Reference.dtype`.
 
     Args:
         model: the policy, unwrapped.
         accelerator: the trainer's Accelerator. Its mixed precision comes from bf16=, fp16=, `accelerate launch
-            --mixed_precision` or DeepSpeed's settings. If None, the dtype of the weights is returned.
+            --mixed_precision` or DeepSpeed's settings. If `accelerator` is None, the dtype of the weights is returned.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and

@@ -16,7 +16,7 @@ from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
 
 
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
-    """TRL's DPO trainer without a reference model: the reference log-probs come from a store.
+    """TRL's DPO trainer without a reference model: the reference log-probs come from a store, a service or a file.
 
     The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
@@ -60,7 +60,7 @@ _Trainer: Any = _found or object
 
 
 class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
-    """TRL's KTO trainer without a reference model: the reference log-probs come from a store.
+    """TRL's KTO trainer without a reference model: the reference log-probs come from a store, a service or a file.
 
     The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 

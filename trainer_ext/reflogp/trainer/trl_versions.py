@@ -1,8 +1,7 @@
 """Handle differences between TRL versions, and the copies of TRL's trainers that unsloth generates.
 
-unsloth writes a modified copy of each TRL trainer to a module such as UnslothDPOTrainer (UnslothKTOTrainer, …). That module has
-two classes: the modified class _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which replaces TRL's class in TRL's
-modules.
+unsloth writes a modified copy of each TRL trainer to a separate module. For example, the module UnslothDPOTrainer has two
+classes: the modified class _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which replaces TRL's class in TRL's modules.
 """
 
 from __future__ import annotations

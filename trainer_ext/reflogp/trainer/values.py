@@ -223,7 +223,7 @@ class ServiceValues:
             timeout: maximum number of seconds to wait for the job, or None for no limit.
 
         Raises:
-            DeadlineExceededError: the job did not finish in time; the service continues it.
+            DeadlineExceededError: the job did not finish in time; the service continues the job.
             JobFailedError: the job failed or was cancelled.
             ServiceUnreachableError: the service was unreachable for longer than the client waits.
         """
@@ -243,8 +243,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. For a completion of which only the first tokens are summed, the
-    log-probs of its tokens are also requested."""
+    """The sums that a service found for the given keys. If only the first tokens of a completion are summed, the log-probs of
+    its individual tokens are also requested."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -331,8 +331,8 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each sum by the key of its sequence. Rows cannot identify the sums, because a KTO run pairs prompts with the
-        completions of other rows."""
+        """Look up each sum by the key of its sequence. The sums cannot be looked up by row, because a KTO run pairs prompts
+        with the completions of other rows."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())

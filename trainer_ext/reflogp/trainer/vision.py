@@ -50,7 +50,7 @@ _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_
 
 
 def has_images(dataset: Any) -> bool:
-    """Return True if a dataset has a column named like TRL's image columns. TRL reads the rows of such a dataset as pairs with
+    """Return True if a dataset has a column named `image` or `images`. TRL treats the rows of such a dataset as pairs with
     images."""
     names = getattr(dataset, "column_names", None) or ()
     if isinstance(dataset, IterableDataset) and not names:
@@ -98,8 +98,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
             a stream is checked, and only if `raw` is True. Objects of other types are not checked.
         name: the dataset's name in error messages (train, eval, …).
-        raw: True if TRL has not prepared the dataset yet. In that case, columns with the names of image columns are rejected
-            even if they contain no images.
+        raw: True if TRL has not prepared the dataset yet. In that case, columns named `image` or `images` are rejected even if
+            they contain no images.
         images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, are
             rejected.
     """
@@ -175,7 +175,8 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
         trainer: a constructed trainer.
         name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError, with the row's number, if TRL's collator rejects a row or `max_length` truncates a row's images.
+    Raises UsageError, with the row's number, if TRL's collator rejects a row or if truncation to `max_length` would remove
+    tokens of a row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
@@ -214,7 +215,7 @@ class RowTokens:
     """A callable for `datasets.map` that computes the token ids of one row.
 
     Args:
-        collator: the run's collator, an instance of TRL's class.
+        collator: the run's collator, a DataCollatorForVisionPreference.
         token: id of the model's image token.
         name: the dataset's name, for error messages.
     """
@@ -282,7 +283,8 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation removes image tokens, because the model would then fail during training."""
+    """Raise UsageError if the collator's truncation would remove image tokens, because the model would then fail during
+    training."""
     if max_length is None:
         return
     prompts = rows.with_format("arrow")["prompt_ids"]

@@ -108,7 +108,7 @@ class BatchReference(ReferenceDuringTraining):
             log-probs in nats, float32 of shape (B, L - 1), on the device of `input_ids`. Entry t of a row is the log-prob of
             the row's token t + 1; entries before the row's completion and at padding are 0.
 
-        Raises MissingLogpsError if a row is not in any of the datasets.
+        Raises MissingLogpsError if a row is not in any of the datasets whose values were looked up.
         """
         log_probs = np.zeros((input_ids.shape[0], input_ids.shape[1] - 1), np.float32)
         for row, (ids, mask) in enumerate(zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True)):
@@ -128,7 +128,7 @@ class BatchReference(ReferenceDuringTraining):
     def sums(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of each row's log-probs, and the number of tokens in each sum.
+        """Return the sum of each row's stored log-probs, and the number of tokens in each sum.
 
         Args:
             input_ids, attention_mask: a padded batch, as for `token_logps`, shape (B, L).

@@ -1,7 +1,7 @@
 """Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-An Arrow file, which all processes on a node share, contains the values of the sequences. A row's values are looked up by its
-tokens.
+The reference log-probs of the sequences are in an Arrow file that all processes on a node share. To look up the log-probs of a
+sequence in a batch, a hash of its tokens is used as the key.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def row_key(token_ids: TokenIds) -> bytes:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The n distinct sequences of some datasets, and the rows that the sequences belong to.
+    """The n distinct sequences of some datasets, and the dataset rows that contain them.
 
     Attributes:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each dataset, by name, the positions in `table` of each dataset row's sequences, int64 of shape (rows,
+        of: by dataset name, the indices in `table` of the sequences of each dataset row, int64 of shape (dataset rows,
             sequences per row).
     """
 
@@ -123,8 +123,8 @@ class Sequences:
 def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
     """Collect the distinct sequences of the given datasets.
 
-    Rows with the same tokens share one sequence. If their completions begin at different tokens, the longest completion is used
-    for all of them. This is correct because a token's log-prob depends on the tokens before it, but not on where the prompt
+    Sequences with the same tokens are collected only once. If their completions begin at different tokens, the longest
+    completion is used. This is correct because a token's log-prob depends on the tokens before it, but not on where the prompt
     ends.
 
     Args:
@@ -163,8 +163,8 @@ def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Pa
     """Write the values of n rows to a file that this node's processes share, and return the file's path.
 
     Args:
-        row_keys: n different keys of 16 bytes each.
-        token_logps: the values of each row's completion, as n lists of type large_list<float32> without nulls.
+        row_keys: the keys of the rows, from `row_key`; all must be different.
+        token_logps: the log-probs of each row's completion tokens, as an array of type large_list<float32> without nulls.
     """
     keys = pa.array(row_keys, KEY_TYPE)
     order = pa.array(sorted(range(len(row_keys)), key=row_keys.__getitem__), pa.int64())

@@ -32,8 +32,8 @@ class RemoteReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
     The trainer requests a batch's log-probs just before the policy's forward pass on that batch. It waits for the service's
-    response only when TRL would run the reference model. List the mixin before the trainer among the base classes. The
-    constructor takes the trainer's own arguments and these:
+    response only at the point where TRL would run the reference model. List the mixin before the trainer among the base
+    classes. The constructor takes the trainer's own arguments and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
@@ -41,16 +41,18 @@ class RemoteReferenceMixin(_AnyTrainer):
             a slow or restarting service before an error is raised.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the service's before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtype. In that case, UsageError is raised if the service and the policy compute in different dtypes.
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtype. In that case, UsageError is raised if the service and the policy compute in
+            different dtypes.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
-        UsageError: TRL would not use a reference with these arguments, or the arguments do not match the service's reference.
+        UsageError: TRL would not use a reference with these arguments, or the service's reference model is not the given model
+            or computes in a different dtype than the policy.
         ReferenceNotFoundError, ServiceError: the service does not have the reference or is unreachable, or it does not respond
             in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.
-        UnusableLogpsError: the reference cannot score some sequences.
+        UnusableLogpsError: the service cannot score some sequences, or their log-probs are not finite.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run raised one of these errors.
 
@@ -132,7 +134,8 @@ class RemoteReferenceMixin(_AnyTrainer):
 
 
 def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
-    """Call `policy` without dropout and gradients, and return the result as an array of shape (rows, completion tokens)."""
+    """Call `policy` with dropout and gradients turned off, and return the result as an array of shape (rows, completion
+    tokens)."""
     was_training = model.training
     model.eval()
     try:

@@ -76,7 +76,7 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log as TRL does, but average val/contain_eos_token over all processes, because each process in TRL logs only its own
+        """Log as TRL does, but average val/contain_eos_token over all processes, because in TRL, each process logs only its own
         value."""
         name = "val/contain_eos_token"
         if name in logs:

@@ -45,8 +45,8 @@ class RunAudit:
       OpenRLHF gets the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
-      log-probs by more than rounding. If the policy's log-probs are NaN or infinite, the audit reports this but does not stop
-      the run.
+      log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
+      but does not stop the run.
 
     - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
       first process only; the audit replaces them with means over all processes, and writes the largest difference to the
@@ -60,9 +60,9 @@ class RunAudit:
         output_dir: folder in which to write reflogp_audit.json.
         joins: a record of each join, by dataset name, for the report.
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed
-            in a different dtype than the policy's.
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
+            log-probs were computed in a different dtype than the policy's.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
@@ -271,7 +271,7 @@ class RunAudit:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the run was resumed, the report keeps the step-0 result from the run's first start."""
+        """Return the report. If the run was resumed, the report keeps the `step_zero` result from before the interruption."""
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
@@ -292,8 +292,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each property reads its setting on every access, because OpenRLHF's fit() changes settings from -1 to a number of steps
-    after this object is created.
+    Each property reads its setting on every access, because OpenRLHF's fit(), which is called after this object is created,
+    replaces settings of -1 with numbers of steps.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:

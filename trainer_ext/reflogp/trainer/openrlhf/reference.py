@@ -1,7 +1,7 @@
 """Provide an object that OpenRLHF's DPOTrainer calls as its reference model, and that returns stored values.
 
-The object accepts the calls that the trainer makes to models (openrlhf/trainer/dpo_trainer.py, concatenated_forward). The
-object has no weights and runs no forward pass.
+The object can be called with the arguments that the trainer passes to its models (openrlhf/trainer/dpo_trainer.py,
+concatenated_forward). The object has no weights and runs no forward pass.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CachedReference(BatchReference):
         """Return the reference's log-probs for a padded batch.
 
         Args:
-            input_ids: token ids of the chosen rows, followed by the rejected rows, shape (2B, L).
+            input_ids: token ids of the chosen rows, followed by those of the rejected rows, shape (2B, L).
             attention_mask: 0 at padding and 1 at all other tokens, shape (2B, L).
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 

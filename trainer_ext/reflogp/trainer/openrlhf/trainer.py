@@ -29,8 +29,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
             separate process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes in use (reflogp.trainer.tolerances).
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
     Raises:
@@ -119,7 +119,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     ) -> None:
         """Log and save as DPOTrainer does, but average the logged metrics over all processes.
 
-        DPOTrainer averages some of these metrics over only the first process's batches.
+        DPOTrainer averages some of these metrics only over the batches of the first process.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)
@@ -138,7 +138,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Return the differences between the policy's and the reference's sums on one batch, without dropout."""
+        """Return the differences between the policy's and the reference's sums for one batch. The policy runs without
+        dropout."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

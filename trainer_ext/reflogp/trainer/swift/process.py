@@ -81,7 +81,7 @@ class Replacements:
 
 
 def _require_supported(args: Any) -> None:
-    """Raise UsageError if ms-swift's arguments request something that stored values do not support."""
+    """Raise UsageError if ms-swift's arguments select a feature that cannot be used with stored values."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
         raise UsageError(f"rlhf_type {kind} does not use reference log-probs of the dataset's completions: use `swift rlhf`")

@@ -63,7 +63,7 @@ class _Stored(BatchReferenceMixin):
     """A mixin with the code that the DPO and KTO trainers share.
 
     Args:
-        stored: where the values are stored, and what to check.
+        stored: reflogp's settings for the run, including where the values are stored.
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, *args: Any, stored: StoredReference, **kwargs: Any) -> None:
