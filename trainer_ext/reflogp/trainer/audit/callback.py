@@ -77,9 +77,9 @@ class ReferenceAudit(TrainerCallback):
     Args:
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         checks: names of the checks to run; all checks by default.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance depends
-            on the dtypes and the type of model. In that case, the run is also stopped if the reference log-probs were computed
-            in a different dtype than the policy's.
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
+            log-probs were computed in a different dtype than the policy's.
         spot_rows: maximum number of rows that `spot_check` scores again.
 
     Attributes:
@@ -306,13 +306,13 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def wants_first_batch(self) -> bool:
-        """Return True if the step-0 gate must run on the next batch."""
+        """Return True if the `step_zero` check must run on the next batch."""
         if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
             return False
         return bool(self._trainer.state.global_step == self._schedule.first_step)
 
     def check_first_batch(self, seen: Callable[[], list[float]]) -> None:
-        """Run the step-0 gate.
+        """Run the `step_zero` check.
 
         Args:
             seen: function that compares the policy's log-probs of this process's batch with the reference's, and returns the
@@ -398,7 +398,7 @@ class ReferenceAudit(TrainerCallback):
         """Return the reason why the policy's current log-probs may differ from the reference's, or an empty string if they
         should be equal.
 
-        The reason is also recorded in the report, to explain why the step-0 gate did not run.
+        The reason is also recorded in the report, to explain why the `step_zero` check did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start from the reference's weights"

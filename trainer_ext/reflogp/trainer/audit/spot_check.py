@@ -1,7 +1,7 @@
 """Score some random rows again, and compare the results with the stored values.
 
 The rows are scored by a service that serves the reference model, by the policy with its adapter off, or by the policy before
-training. The step-0 gate checks only the first batch; the spot check covers rows from the whole dataset.
+training. The `step_zero` check covers only the first batch; the spot check covers rows from the whole dataset.
 """
 
 from __future__ import annotations

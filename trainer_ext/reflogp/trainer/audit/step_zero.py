@@ -1,4 +1,4 @@
-"""Compare two computations of the same log-probs, for the step-0 gate and for spot checks.
+"""Compare two computations of the same log-probs, for the `step_zero` check (before the first step) and for spot checks.
 
 Before the first step, a policy that starts from the reference's weights must reproduce the joined log-probs.
 """

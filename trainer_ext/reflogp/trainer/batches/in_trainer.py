@@ -34,8 +34,8 @@ class StoredReference:
         run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens. If None, the tolerance
-            depends on the dtypes and the type of model.
+        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
+            tolerance depends on the dtypes and the type of model.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 
@@ -86,8 +86,8 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the step-0 gate on the run's first batch. Adapters call this method for every batch; after the first, it does
-        nothing.
+        """Run the `step_zero` check on the run's first batch. Adapters call this method for every batch; after the first, it
+        does nothing.
 
         Args:
             policy: function that computes the policy's sums, shape (n,), without gradients or dropout.

@@ -98,7 +98,7 @@ def warn_if_untested(package: str, tested: str) -> None:
     """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
     The run continues. If the framework's behaviour has changed, the policy's log-probs may differ from the reference's; the
-    step-0 gate then stops the run.
+    `step_zero` check then stops the run.
 
     Args:
         package: name of the framework's package.

@@ -129,7 +129,10 @@ class RunAudit:
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """Run the step-0 gate. The argument `seen` is the result of `step_zero.differences` for this process's first batch."""
+        """Run the `step_zero` check.
+
+        The argument `seen` is the result of `step_zero.differences` for this process's first batch.
+        """
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
