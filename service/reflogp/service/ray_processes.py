@@ -100,7 +100,7 @@ class RayProcess:
     """A WorkerProcess on a node of the cluster.
 
     Args:
-        relay: the actor, which has already started its process.
+        relay: the Relay actor, which has already started the worker process.
         name: name used for the process in the log.
     """
 

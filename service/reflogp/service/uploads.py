@@ -157,7 +157,8 @@ class UploadFolder:
     def delete(self, name: str) -> None:
         """Delete the name of an upload.
 
-        The file itself is deleted by `collect` once no job needs it. Raise Problem 404 if the name is unknown.
+        The file itself is deleted by `collect` once no job and no other upload needs it. Raise Problem 404 if the name is
+        unknown.
         """
         if not self._ledger.delete_upload(name):
             raise _unknown(name)

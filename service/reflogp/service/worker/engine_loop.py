@@ -254,8 +254,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return what the engine is doing ("load" or "pass") and how many seconds ago this began, or None if the engine is
-        idle."""
+        """Return what the engine is doing ("load" or "pass") and how many seconds ago this began, or None if it is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 

@@ -165,7 +165,7 @@ class Progress(ProgressCallbacks):
         self._report(committed=True)
 
     def finish(self, sequences: int, hits: int) -> None:
-        """Report the final counts. Further copies of a sequence in the dataset do not count toward `hits`."""
+        """Report the final counts. Duplicates within the dataset do not count toward `hits`."""
         self._sequences = self._done = sequences
         self._hits = hits
         self._report(now=True)

@@ -171,7 +171,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    Each time a worker dies, at most about half of the suspects therefore remain.
+    If a worker dies while it computes one of these groups, about half of the suspects or fewer are left.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2
