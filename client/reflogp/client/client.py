@@ -37,8 +37,8 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A client needs no token for a service that runs without tokens,
-            which is possible if the service listens only on loopback.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run without tokens; its
+            clients then need none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
             most 5 seconds.
 
@@ -65,7 +65,7 @@ class Client:
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
     def references(self) -> list[protocol.ReferenceInfo]:
-        """Return the reference models that the service can score with, and those for which it only has stored values."""
+        """Return all references for which the service has a model or stored values."""
         return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
@@ -112,14 +112,14 @@ class Client:
             completions: n lists of token ids.
             temperature: number that the logits are divided by. Only values at temperature 1 are read from the store or written
                 to it.
-            cache_read: whether to use the values that the store has, and compute only the missing ones.
+            cache_read: whether to use stored values and compute only the missing ones.
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
                 and retries with their pauses. A slow connection can make the call take longer. If `deadline` is None, the
                 client waits up to 10 minutes (or up to its own `timeout`) for each response.
             attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
-                padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padded completion tokens
-                have values too. The values of such sequences are never looked up in the store or written to it.
+                padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding tokens in
+                completions get values too. The values of such sequences are never looked up in the store or written to it.
 
         Returns:
             A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
@@ -135,10 +135,12 @@ class Client:
         return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """Upload a dataset file, using bounded memory. A file that the service already has under this name is not sent again.
+        """Upload a dataset file without loading all of it into memory.
+
+        If the service already has the same file under this name, the file is not sent again.
 
         Args:
-            path: a file whose suffix tells its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
+            path: a file whose suffix shows its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
                 .lz4), .parquet or .arrow.
             name: name of the file on the service, with such a suffix. The default consists of the first characters of the
                 file's digest and the file's own name, so that different files with the same name do not replace each other.
@@ -163,8 +165,8 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        If the data may have changed since (a dataset on the Hub or at a URI, or rows that refer to image files) and the job is
-        done, a new job is created, unless both submissions have the same `idempotency_key`.
+        If the job is done but its data may have changed since (the dataset is on the Hub or at a URI, or its rows refer to
+        image files), a new job is created, unless both submissions have the same `idempotency_key`.
 
         Args:
             dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
@@ -377,8 +379,8 @@ class AsyncClient:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A client needs no token for a service that runs without tokens,
-            which is possible if the service listens only on loopback.
+        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run without tokens; its
+            clients then need none.
         timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
 
     Examples:
@@ -561,7 +563,7 @@ class AsyncClient:
 
 
 def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
-    """Return the keyword arguments for httpx.Client and httpx.AsyncClient. Raises UsageError for an unusable URL or token."""
+    """Return the keyword arguments for httpx.Client and httpx.AsyncClient. Raise UsageError for an unusable URL or token."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"service {url!r}: the URL must begin with http:// or https://")
     headers = {"user-agent": f"reflogp/{version('reflogp')}"}

@@ -182,7 +182,7 @@ class Precompute:
         Raises:
             LedgerError: the ledger cannot be used.
             ReferenceNotFoundError: the service has no model for the reference.
-            Problem: the dataset cannot be read or is not allowed, the idempotency key was already used with different content
+            Problem: the dataset cannot be read or is not allowed, the idempotency key was already used for a different job
                 (409), or too many jobs are queued (429).
         """
         reference = self._registry.model_of(request.reference)
@@ -232,8 +232,8 @@ class Precompute:
     async def cancel(self, job_id: str) -> Job:
         """Cancel a job.
 
-        A queued job ends at once; a running job ends within one forward pass. By the time this method returns, the cancellation
-        is in the ledger.
+        A queued job ends at once; a running job may continue until its current forward pass ends. By the time this method
+        returns, the cancellation is in the ledger.
 
         Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
@@ -346,10 +346,10 @@ class Precompute:
                 await self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: queue its job again, or fail the job if its workers have died too often.
+        """Handle the end of a worker's process: queue its job again, or mark the job as failed.
 
         Args:
-            blame: whether the job may have killed the worker: False if the worker was computing an online request when it died.
+            blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
@@ -431,7 +431,7 @@ class Precompute:
         return finish, partial(self._ended, job, state, error)
 
     def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """Count and log the end of a job and notify its watchers. Called after the end has been recorded in the ledger."""
+        """Count and log the end of a job and notify its watchers. Call this after recording the end in the ledger."""
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
@@ -458,7 +458,7 @@ class Precompute:
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `_assign`, and otherwise every _LOST_SECONDS.
+        """Assign jobs to workers after each call of `_assign`, and at least every _LOST_SECONDS.
 
         This coroutine never returns. No other task claims jobs.
         """
@@ -516,7 +516,7 @@ class Precompute:
             self._stop(number, self._running[number], "interrupted")
 
     def _find_help(self, owner: int, running: _Running) -> None:
-        """Ask workers that have no job to help with a running job.
+        """Ask idle workers to help with a running job.
 
         Queued jobs take precedence: a helper stops helping as soon as it is assigned a queued job.
         """
@@ -574,7 +574,7 @@ class Precompute:
             worker.send({"op": "stop", "job": claim.id, "why": running.stop_reason})
 
     def _stop_if_cancelled(self) -> None:
-        """Tell workers to stop running jobs that were cancelled."""
+        """Tell the workers of cancelled jobs to stop."""
         for number, running in self._running.items():
             if running.claim.id in self._cancelled and not running.cancelled.is_set():
                 running.cancelled.set()
@@ -654,8 +654,8 @@ class Precompute:
     def _forget_before(self, moment: datetime) -> None:
         """Delete jobs that ended before the given time.
 
-        A job's result and report are deleted before the job itself. Even if the deletion is interrupted, no files are then left
-        without a job.
+        A job's result and report are deleted before the job itself, so that an interrupted deletion leaves no files without a
+        job.
         """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:

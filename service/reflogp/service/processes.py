@@ -35,13 +35,13 @@ class WorkerProcess(Protocol):
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return the number of bytes that were sent to the process but may not have been read yet."""
+        """Return the number of bytes passed to `send` that may not have been written to the process's stdin yet."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None if the process has exited."""
 
     async def wait(self) -> str:
-        """Wait until the process exits, and return a text that says why it exited."""
+        """Wait until the process exits, and return a message that says why it exited."""
 
     async def memory(self) -> int:
         """Return the resident memory of the process in bytes, or 0 if it is unknown."""

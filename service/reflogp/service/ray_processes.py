@@ -1,7 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor on the node starts the process, and relays bytes between the process and the service. In the service, RayProcess
-represents the process; its code runs in the event loop.
+An actor on the node starts the process, and relays bytes between the process and the service. In the service's event loop, a
+RayProcess represents the worker process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class RayProcess:
     """A WorkerProcess on a node of the cluster.
 
     Args:
-        relay: the actor, which has already started its process.
+        relay: the Relay actor, which has already started the worker process.
         name: name used for the process in the log.
     """
 
@@ -162,7 +162,7 @@ class RayProcess:
     async def _write(self) -> None:
         """Send queued bytes to the relay.
 
-        Each remote call waits until the previous call has returned, because the relay may run concurrent calls in any order.
+        Only one remote call is made at a time, because the relay may run concurrent calls in any order.
         """
         with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:
@@ -198,7 +198,7 @@ class RayWorkers:
     async def start(self) -> WorkerProcess:
         """Start a worker on a node with free resources.
 
-        If no node has free resources, wait for a node, and log a warning if the wait is long.
+        If no node has free resources, wait until one does, and log a warning if this takes long.
 
         Raises:
             UsageError, EngineError: the worker could not be started. If the error was raised on a node, its message names the

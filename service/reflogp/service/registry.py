@@ -71,7 +71,7 @@ class ReferenceRegistry:
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id.
 
-        Raise UsageError if the store's path leads to something that is not a store.
+        Raise UsageError if the store's path exists but is not a store.
         """
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
@@ -122,7 +122,7 @@ class ReferenceRegistry:
         """Return the table of a reference.
 
         Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
-        store's path leads to something that is not a store.
+        store's path exists but is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
@@ -139,7 +139,7 @@ class ReferenceRegistry:
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
-        """Return True if the store's path leads to something that is not a store.
+        """Return True if the store's path exists but is not a store.
 
         A path that does not exist counts as an empty store. A folder with an incomplete table also counts as an empty store,
         because the table is still being created, or was left behind by an interrupted command (for example, when the disk was

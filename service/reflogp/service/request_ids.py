@@ -29,7 +29,7 @@ def request_id() -> str | None:
 
 
 def traceparent() -> str | None:
-    """Return the trace context of the current request, or None if there is none."""
+    """Return the trace context of the current request, or None if the request has no trace context."""
     return _traceparent.get()
 
 

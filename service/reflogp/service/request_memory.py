@@ -122,7 +122,7 @@ class RequestMemory:
         return self.large.size
 
     def share_of(self, count: int) -> _Share:
-        """Return the share that a request of `count` bytes belongs to."""
+        """Return the share that provides the memory for a request that needs `count` bytes."""
         return self.small if count <= min(SMALL_BYTES, self.small.size) else self.large
 
 

@@ -23,13 +23,13 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
 
-    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative names and sha256 digests of the
+    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative paths and sha256 digests of the
     dataset files in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
     not read them.
 
     Raises:
         Problem: 403 if the path is hidden or not inside an allowed root folder, 404 if it does not exist, 409 if it is being
-            written to, 422 if it is malformed or cannot be a dataset.
+            written to, 422 if it is malformed or is not a dataset.
     """
     if not settings.dataset_roots:
         raise Problem(403, "this service does not accept dataset paths (its setting dataset_roots is empty)", _UPLOAD)

@@ -30,7 +30,8 @@ from reflogp.store.texts import hide_secrets
 class _ForPrograms(JsonFormatter):
     """A log formatter that writes each record as a JSON object in ASCII.
 
-    Because all text is escaped, nothing in a record can end the JSON object or send control codes to a terminal.
+    Because control characters and non-ASCII characters are escaped, nothing in a record can end the JSON object or send control
+    codes to a terminal.
     """
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:

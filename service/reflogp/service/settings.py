@@ -371,7 +371,7 @@ class ServerSettings(BaseSettings):
 
 
 def _said(error: ErrorDetails) -> str:
-    """Return the text that says which setting is invalid, and why."""
+    """Return a message that says which setting is invalid, and why."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting"

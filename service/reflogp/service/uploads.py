@@ -91,7 +91,7 @@ class UploadFolder:
     ) -> tuple[Path, str]:
         """Receive a file without a name, for a single job, and return the file's path and SHA-256 digest.
 
-        The file is kept for ten minutes, and after that for as long as a job needs it.
+        The file is kept for at least ten minutes, and after that for as long as a job needs it.
 
         Raise the same Problems as `receive`, except those about the name.
         """
@@ -157,7 +157,8 @@ class UploadFolder:
     def delete(self, name: str) -> None:
         """Delete the name of an upload.
 
-        The file itself is deleted by `collect` once no job needs it. Raise Problem 404 if the name is unknown.
+        The file itself is deleted by `collect` once no job and no other upload needs it. Raise Problem 404 if the name is
+        unknown.
         """
         if not self._ledger.delete_upload(name):
             raise _unknown(name)
@@ -179,7 +180,7 @@ class UploadFolder:
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete unreferenced files that were last received, or last returned by `resolve`, before `older_than`.
+        """Delete unreferenced files that have been neither received nor returned by `resolve` since `older_than`.
 
         Return the number of deleted files.
 

@@ -31,7 +31,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
     @router.get("/healthz", summary="Check that the process responds", response_description="The process responds.")
     async def healthz() -> Health:
-        """Return 200 as long as the process responds."""
+        """Return 200 to show that the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
     @router.get(

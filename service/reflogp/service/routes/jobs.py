@@ -77,11 +77,11 @@ def jobs_router(context: Context) -> APIRouter:
     ) -> Job:
         """Submit a job, or return the existing job if the same job was submitted before.
 
-        Two submissions with the same token and the same Idempotency-Key are the same job. Without a key, two submissions are
-        the same job if they have the same reference, tokenizer, dataset and settings. Datasets are compared by their bytes or
-        URI and, if the job names a path, also by the path. Settings are compared without priority and title. If the existing
-        job has failed or was cancelled, it is queued again. If the existing job is done and there is no key, a new job is
-        created for a dataset that is named by a URI, or whose rows refer to image files, because the data may have changed.
+        Two submissions with the same token and the same Idempotency-Key count as the same job. Without a key, two submissions
+        count as the same job if they have the same reference, tokenizer, dataset and settings. Datasets are compared by their
+        bytes or URI and, if the job names a path, also by the path. Priority and title are not compared. If the existing job
+        has failed or was cancelled, it is queued again. If the existing job is done, and no key was sent, a new job is created
+        if the data may have changed: if the dataset is named by a URI, or its rows refer to image files.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
@@ -176,8 +176,8 @@ def jobs_router(context: Context) -> APIRouter:
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
         """Cancel a job.
 
-        A queued job ends at once; a running job ends within one forward pass. Values that were already computed stay in the
-        store.
+        A queued job ends at once; a running job may continue until its current forward pass ends. Values that were already
+        computed stay in the store.
         """
         job = await precompute.cancel(job_id)
         return job if may_read(request) or job.submitted_by == who else job.for_stranger()

@@ -120,8 +120,8 @@ def scores_router(context: Context) -> APIRouter:
         reference_id, snapshot, hits, engine_seconds and queue_seconds.
 
         If there is a third column, `attention_mask` (0 or 1 for each token of the prompt and completion), each sequence is a
-        row of a padded batch and may contain padding tokens. The rows are scored with the model's own forward pass, which
-        receives the mask but no position ids.
+        row of a padded batch and may contain padding tokens. Such rows are passed to the model as they are, together with the
+        mask; the model chooses the position ids.
 
         If the request body is JSON, so is the response. If a sequence cannot be scored, its entry contains an error; the other
         sequences still get values.

@@ -64,8 +64,7 @@ def uploads_router(context: Context) -> APIRouter:
         The content type is application/octet-stream or the media type of the file. The suffix of the upload's name determines
         the file's format.
 
-        If the new file replaces an earlier upload with the same name, jobs that were submitted with the earlier upload still
-        read the earlier file.
+        If the new file replaces an earlier upload with the same name, existing jobs still read the earlier file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")
@@ -107,7 +106,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
-        """Delete an upload. Jobs that were submitted with the upload can still read its file."""
+        """Delete an upload. Existing jobs can still read its file."""
         await to_thread.run_sync(uploads.delete, name)
 
     return router

@@ -153,7 +153,7 @@ class Worker:
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """After a forward pass has failed, wait until the job has committed the values that were computed before."""
+        """After a forward pass has failed, wait until the job has committed the values computed before the failure."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -354,8 +354,8 @@ class Worker:
     def _admit(self, reference_id: str) -> None:
         """Check that a model can be loaded, before other models are unloaded to make room for it.
 
-        Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the model
-        does not fit on the device.
+        Raise ContentMismatchError if the content of the model's folder no longer matches the reference, and OutOfMemoryError if
+        the model does not fit on the device.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 

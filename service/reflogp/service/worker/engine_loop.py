@@ -1,8 +1,8 @@
 """Load and unload the engines of a worker, and share them between online requests and a job.
 
 Online requests are served first. Requests that fit into one token budget are computed together, in one round. After each round,
-the job computes one forward pass if it has work, so that neither the job nor the requests wait long. A request waits for at
-most two passes of the job. While there are online requests, the job's passes are kept short. The thread that calls `preload`
+one forward pass of the job is computed, if it has work, so that neither the job nor the requests wait long. A request waits for
+at most two passes of the job. While there are online requests, the job's passes are kept short. The thread that calls `preload`
 and `run` owns the engines; all other public methods may be called from any thread.
 """
 
@@ -60,9 +60,9 @@ class OnlineRequest:
     Attributes:
         id: id that the service assigned to the request.
         request: X-Request-Id of the caller's HTTP request, for log lines.
-        alone: True if the request must be scored in a separate round, because it may have crashed a worker before.
+        alone: True if the request must not share its round with other requests, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
-        outcomes: one outcome per sequence; None until the sequence has been computed.
+        outcomes: one entry per sequence: its outcome, or None until the outcome is known.
     """
 
     id: str
@@ -133,7 +133,7 @@ class Engines:
             `describe_reference`.
         capacity: maximum number of loaded engines.
         pinned: id of a reference whose engine is never unloaded, or None.
-        on_change: called with the ids of all loaded references whenever an engine is loaded or unloaded.
+        on_change: called with the reference ids of all loaded engines whenever an engine is loaded or unloaded.
         admit: called before other engines are unloaded to make room for a new engine; raises an error if the new engine cannot
             be loaded.
     """
@@ -229,7 +229,7 @@ class EngineLoop:
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
         window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
-            overlapped recently: one arrived while another was still waiting or being computed.
+            overlapped recently, that is, if one arrived while another was still waiting or being computed.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return what the engine is doing ("load" or "pass") and for how many seconds, or None while the engine is idle."""
+        """Return what the engine is doing ("load" or "pass") and how many seconds ago this began, or None if it is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
@@ -352,8 +352,8 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, the job's thread gets
-        DeviceLostError, so that it can commit the values computed so far.
+        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, DeviceLostError is
+        raised in the job's thread, so that the job can commit the values computed so far.
         """
         try:
             self._take_turns()
@@ -409,9 +409,9 @@ class EngineLoop:
     def _ready_work(self) -> _Work | None:
         """Return the job's work if the loop should compute a pass of it now, otherwise None.
 
-        No pass should be computed while the job waits for new sequences to be read, or while _AHEAD results wait for the job's
-        thread. Nor should one be computed if another model, which was loaded and used recently, would have to be unloaded
-        first.
+        No pass should be computed while the job waits for new sequences to be read, or while the job's thread has not yet taken
+        _AHEAD results from the queue. Nor should one be computed if another model, which was loaded and used recently, would
+        have to be unloaded first.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

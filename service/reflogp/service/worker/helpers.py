@@ -3,8 +3,8 @@
 The worker that runs the job uses Helpers; each worker that helps calls `help_with`.
 
 The service relays frames between a job's worker and its helpers, and reports when helpers join and leave. Each job has its own
-Helpers object, which implements `spread.scorer.Workers`. A helper receives units of work in its job thread, scores them on its
-engine between online requests, and commits the values.
+Helpers object, which implements `spread.scorer.Workers`. A helper receives units of work in its job thread, scores their
+sequences between online requests, and commits the values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Helpers:
         """See Workers.open.
 
         `table` is not sent to the helpers, because each helper opens the table itself. The next call to `begin` also returns
-        helpers that joined during an earlier attempt.
+        helpers that joined during an earlier attempt at the job.
         """
         with self._lock:
             self._joined = list(self._here.values())

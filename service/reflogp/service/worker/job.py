@@ -1,4 +1,4 @@
-"""Run one job in a worker: score the dataset's sequences that are not stored yet, then write the result and report.
+"""Run one job in a worker: score the dataset's sequences that have no stored values, then write the result and report.
 
 A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress, can be stopped, and shares
 the engine with online requests. All code in this module runs in the worker's job thread.
@@ -79,7 +79,7 @@ class JobContext:
 
 @dataclass(frozen=True)
 class JobModel:
-    """The model that scores a job.
+    """The model that scores a job's sequences.
 
     Attributes:
         reference: reference of the model.
@@ -97,10 +97,10 @@ class JobCallbacks:
     """Callbacks of a running job.
 
     Attributes:
-        report: called with the job's progress (a dict with the fields of the HTTP response), and with True if values have been
-            committed since the last call, otherwise False.
+        report: called with the job's progress (a dict with the fields of JobProgress in service.models), and with True if
+            values have been committed since the last call, otherwise False.
         announce: called with the keys (hex) of the sequences that are being computed on the device.
-        check: called at every step; raises JobStoppedError to stop the job. Values computed before the job stops are still
+        check: called repeatedly; raises JobStoppedError to stop the job. Values computed before the job stops are still
             committed.
     """
 
@@ -151,8 +151,8 @@ class Progress(ProgressCallbacks):
     def bad_row(self, row: int, problem: str) -> None:
         """Record why a row has no values.
 
-        Identical messages are stored only once. Once there are 10,000 different messages, a generic message is recorded instead
-        of each further one.
+        Identical messages are stored only once. After 10,000 different messages, a generic message is recorded in place of
+        every new one.
         """
         problem = shortened(problem)
         if problem not in self._texts:
@@ -165,7 +165,7 @@ class Progress(ProgressCallbacks):
         self._report(committed=True)
 
     def finish(self, sequences: int, hits: int) -> None:
-        """Report the final counts. Further copies of a sequence in the dataset do not count toward `hits`."""
+        """Report the final counts. Duplicates within the dataset do not count toward `hits`."""
         self._sequences = self._done = sequences
         self._hits = hits
         self._report(now=True)
@@ -221,7 +221,7 @@ def run_job(
     such an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
 
     Args:
-        helpers: other workers that score parts of the job.
+        helpers: other workers that score parts of the dataset.
 
     Raises:
         JobStoppedError, ModelUnloadedError: the job must stop now. The job continues later unless it was cancelled.
@@ -259,7 +259,7 @@ def _attempt(
     job: JobCallbacks,
     progress: Progress,
 ) -> tuple[ScoreSummary, bool]:
-    """Make one attempt at a job, from start to result. Return its summary, and whether any row names an image file.
+    """Make one attempt at a job. Return its summary, and whether any row names an image file.
 
     Raise the same errors as `run_job`, and FileChangedError if a file is modified while it is being read.
     """

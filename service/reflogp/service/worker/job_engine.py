@@ -24,8 +24,8 @@ class JobEngine:
     """An Engine for `score_dataset` whose forward passes are computed by the engine loop.
 
     Args:
-        loop: engine loop that gives this job its turns.
-        engine: the engine that the loop uses. JobEngine itself calls only methods that run no forward pass.
+        loop: engine loop that computes the forward passes.
+        engine: the engine that the loop uses. JobEngine itself calls only those of its methods that run no forward pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
@@ -171,7 +171,7 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    This way, about half of the suspects or fewer remain after each death of a worker.
+    If a worker dies while it computes one of these groups, about half of the suspects or fewer are left.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2

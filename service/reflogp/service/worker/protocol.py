@@ -94,8 +94,8 @@ class JobOrder:
     Attributes:
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset. Other users may be able to write to this folder. `root` is None if
-            the dataset is in the service's own folder.
+        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
+            may be able to write to a root folder, but not to the service's own folder.
         result, report: paths of the job's result and report, which the worker writes.
         suspects, poison: see the arguments of JobEngine.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.

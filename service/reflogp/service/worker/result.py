@@ -209,9 +209,10 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of rows that has completions, with the unreadable rows in it and in the groups skipped before it.
+    """Yield the groups of rows, except groups without completions.
 
-    The unreadable rows are given as a dict from row number to problem.
+    With each group, yield the problems of the unreadable rows in it and in the omitted groups before it, as a dict from row
+    number to problem.
     """
     unread: dict[int, str] = {}
     for window in dataset:

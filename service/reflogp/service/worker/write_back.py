@@ -60,7 +60,7 @@ class WriteBack:
     ) -> None:
         """Queue values for the next commit. They must have been computed at temperature 1.
 
-        Drop the values if more than _MOST_TOKENS tokens would then be waiting.
+        Drop the values if values for more than _MOST_TOKENS tokens would then be waiting.
         """
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
