@@ -227,8 +227,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
     """Decode an Arrow IPC stream of sequences into a table with the columns prompt_ids and completion_ids.
 
     If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. Token ids are
-    counted before they are cast to int32, so that a stream with too many is refused before the cast makes an int8 column four
-    times as large.
+    counted before they are cast to int32, because the cast makes a column of int8 ids four times as large.
 
     Raises:
         Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
@@ -285,7 +284,7 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Return the offsets of the lists of a list array in its flattened values, as int32 and starting at 0."""
+    """Return where each list of a list array starts in the array's flattened values, and where the last list ends, as int32."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)

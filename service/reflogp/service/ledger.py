@@ -260,7 +260,7 @@ class Ledger:
 
         Args:
             loaded: ids of references whose models are loaded.
-            patience_seconds: how long, in seconds, a job must have waited before younger jobs can no longer overtake it.
+            patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs.
             but: ids of jobs that are skipped.
         """
         here = list(loaded)
@@ -479,7 +479,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether the completed job of the same identity may answer a new submission. `summary` is that job's summary."""
+    """Return whether a submission may get a completed job with the same identity; `summary` is the summary of this job."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 

@@ -175,7 +175,7 @@ class Job(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Remove secrets from the dataset's URI, because every token with the scope `read` can see the job.
+        """Remove secrets from the dataset's URI, because every caller with the scope `read` can see the job.
 
         The dataset is still fetched from the full URI.
         """

@@ -279,7 +279,7 @@ def check_claim(
 ) -> dict[str, Any]:
     """Check that a server serves the reference: compare the server's values for a few sequences with values computed locally.
 
-    Return the result as entries for the provenance.
+    Return a dict with the result, to be added to the engine's provenance.
 
     Args:
         engine: engine that is connected to the server.
