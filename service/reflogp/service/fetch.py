@@ -4,9 +4,9 @@
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
 even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. The name
-of such a host is resolved only once. If all addresses found are public, the connection is made to one of them. The prefix s3://
-allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows
-the repository's files at every revision.
+of such a host is resolved only once: all addresses found are checked, and the connection is made to one of them. The prefix
+s3:// allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository
+allows the repository's files at every revision.
 
 If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 

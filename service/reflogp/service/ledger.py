@@ -100,7 +100,8 @@ class Claim:
     """A job that is about to run on a worker.
 
     Attributes:
-        deaths: number of workers that have died since the job last made progress.
+        deaths: number of workers that have died since the job last made progress, excluding deaths that reduced the number of
+            suspects.
         suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
             and smaller groups, to find the sequence that kills workers.
         poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.

@@ -159,7 +159,7 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Queue the unanswered requests of a dead worker for its next process.
+        """After a worker's process has exited, queue its unanswered requests for the worker's next process.
 
         Return True if the worker was computing any of them.
 

@@ -194,8 +194,8 @@ class Scorer:
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
 
-        Each method is tried on a few sequences, so if vLLM cannot run the model, the error is raised here instead of in the
-        first pass. Raises RuntimeError if vLLM returns no values with either method.
+        Each method is tried on a few sequences. If vLLM cannot run the model, the error is therefore raised here instead of in
+        the first pass. Raises RuntimeError if vLLM returns no values with either method.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
