@@ -241,7 +241,10 @@ def _check_path(path: str) -> None:
 
 
 def _suffix(uri: _Uri) -> str:
-    """Return the suffix for the dataset's format. Raise ValueError if the URI has no host, or its path has no such suffix."""
+    """Return the suffix of the URI's path, which names the dataset's format.
+
+    Raise ValueError if the URI has no host, or if its path does not end in the suffix of a dataset format.
+    """
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
         raise ValueError(f"the URI has no host, or its path does not end in {SUFFIXES_IN_WORDS}")

@@ -64,7 +64,7 @@ class Helping:
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Ask idle workers to help with a job that is expected to run long enough.
+        """Ask idle workers to help with a job if the rest of the job is expected to take long enough.
 
         A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
         worker is asked to help until the service has found this sequence. Until then, the sequence can kill only the worker

@@ -480,7 +480,10 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a submission may get a completed job with the same identity; `summary` is the summary of this job."""
+    """Return whether a submission may get the completed job with the same identity instead of a new job.
+
+    `summary` is the summary of the completed job.
+    """
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 

@@ -74,7 +74,9 @@ class Loading:
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """Parse the NAME=VALUE entries of --vllm-option. Values are parsed as JSON; values that are not valid JSON stay strings.
+    """Parse the NAME=VALUE entries of --vllm-option.
+
+    Each value is parsed as JSON, or kept as a string if it is not valid JSON.
 
     Raises UsageError if an entry has no "=" or names an argument that is not in ALLOWED.
     """

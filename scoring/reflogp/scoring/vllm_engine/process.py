@@ -133,7 +133,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score a request with these images."""
+        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score a sequence with these images."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
