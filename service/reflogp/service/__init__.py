@@ -1,4 +1,4 @@
-"""Serve scoring jobs, online scoring and lookups over HTTP, from one store for all clients.
+"""Offer scoring jobs, online scoring and lookups over HTTP; all clients share one store.
 
 The main process does not import torch, because only the worker processes load models.
 """

@@ -129,9 +129,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return the device of each worker, a function that starts a worker, and a function to call when the service stops.
+    """Return a list with the device of each worker, a function that starts a worker, and a function to call at shutdown.
 
-    The list of devices is empty when no models are configured.
+    The list is empty if no models are configured.
     """
     if not registry.named():
         return [], start_here, lambda: None

@@ -1,8 +1,8 @@
 """Read request bodies (Arrow IPC or JSON), enforce limits on their size, and write responses in the same formats.
 
-A body that is too long or arrives too slowly is refused while it is being read. A body with too many rows or values is refused
-before it is decoded. An Arrow stream with compressed record batches is also refused, because a few compressed bytes can expand
-to gigabytes. Memory for a body is reserved before the body is read (see request_memory).
+A body that is too long or arrives too slowly is refused while it is being read. An Arrow stream with too many rows or values is
+refused before its values are converted. A stream with compressed record batches is also refused, because a few compressed bytes
+can expand to gigabytes. Memory for a body is reserved before the body is read (see request_memory).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def media_type(request: Request) -> str:
 def require_type(request: Request, *accepted: str) -> str:
     """Return the body's media type.
 
-    Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
+    Raise Problem 415 if the request has no Content-Type, or if the route does not accept it.
 
     This check protects against web pages on other sites, which can make a browser send requests to this service. If such a
     request has no content type, or one of the three content types of HTML forms, the browser sends it at once. Otherwise, the
@@ -226,9 +226,8 @@ def keys_body_bytes(max_keys: int) -> int:
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
     """Decode an Arrow IPC stream of sequences into a table with the columns prompt_ids and completion_ids.
 
-    If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. Token ids are
-    counted before they are cast to int32, so that a stream with too many is refused before the cast makes an int8 column four
-    times as large.
+    If the stream has an attention_mask column, the table has one too. The type of all columns is list<int32>. The limit on
+    tokens is checked before token ids are cast to int32, because the cast makes a column of int8 ids four times as large.
 
     Raises:
         Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
@@ -285,7 +284,7 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Return the offsets of the lists of a list array in its flattened values, as int32 and starting at 0."""
+    """Return where each list of a list array starts in the array's flattened values, and where the last list ends, as int32."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)

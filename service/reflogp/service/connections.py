@@ -146,7 +146,7 @@ class HeadLimit:
 
 
 class ActiveRequests:
-    """Middleware that refuses a request with status 503 if `most` requests are already being processed.
+    """Middleware that responds to a request with status 503 if `most` requests are already being processed.
 
     Idle connections do not count toward `most`.
     """

@@ -4,9 +4,9 @@
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
 even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. The name
-of such a host is resolved only once. If all addresses found are public, the connection is made to one of them. The prefix s3://
-allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository allows
-the repository's files at every revision.
+of such a host is resolved only once: all addresses found are checked, and the connection is made to one of them. The prefix
+s3:// allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository
+allows the repository's files at every revision.
 
 If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
@@ -105,7 +105,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error for a URI that `fetch` would refuse before it opens a connection.
+    """Raise an error for a URI that `fetch` would refuse without opening a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
@@ -241,7 +241,10 @@ def _check_path(path: str) -> None:
 
 
 def _suffix(uri: _Uri) -> str:
-    """Return the suffix of the dataset's format. Raise ValueError if the URI has no such suffix, or no host."""
+    """Return the suffix of the URI's path, which names the dataset's format.
+
+    Raise ValueError if the URI has no host, or if its path does not end in the suffix of a dataset format.
+    """
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
         raise ValueError(f"the URI has no host, or its path does not end in {SUFFIXES_IN_WORDS}")
@@ -342,7 +345,10 @@ async def _public_addresses(uri: _Uri) -> list[str]:
 async def _download_bounded(
     uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
 ) -> None:
-    """Download a URI into a sink. Stop when a time limit in the settings is exceeded or the fetch is cancelled."""
+    """Download the content of a URI into a sink.
+
+    Raise an error if a time limit in the settings is exceeded or the fetch is cancelled.
+    """
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
     size, since = 0, time.monotonic()
@@ -392,7 +398,7 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
 
 async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
-    """Send the request to the first reachable address, and return the response before its body is read.
+    """Request a URI from the first reachable address, and return the response before its body is read.
 
     The Host header and the certificate check use the URI's host name, not the address.
     """
@@ -588,7 +594,7 @@ class _FolderSink:
 
     @contextmanager
     def file(self, name: str) -> Iterator[_Sink]:
-        """Open a new file in the folder."""
+        """Open a new file in the folder, and yield a sink for it."""
         with (self._path / name).open("xb") as file:
             sink = _Sink(self._path / name, file, self._folder, self._arrived, self._size)
             try:

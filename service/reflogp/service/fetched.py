@@ -147,7 +147,7 @@ class FetchedFolder:
     def collect(self) -> int:
         """Delete the datasets that no unfinished job needs; return how many were deleted.
 
-        A job that is retried fetches its dataset again.
+        When a job is retried, its dataset is fetched again.
         """
         deleted = 0
         with self._lock:

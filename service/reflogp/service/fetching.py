@@ -1,4 +1,4 @@
-"""Fetch the datasets of queued jobs in the background, so that a slow server delays neither workers nor other jobs."""
+"""Fetch the datasets of queued jobs in the background, so that a slow download delays neither workers nor other jobs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fetching:
         pending: records the fetched files in the ledger.
         folder: folder to fetch the datasets into.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
-        on_failed: called with a job's id and the reason when a fetch fails; marks the job as failed.
+        on_failed: called with a job's id and the reason when a fetch fails; it must mark the job as failed.
     """
 
     def __init__(

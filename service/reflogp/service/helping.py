@@ -64,7 +64,7 @@ class Helping:
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Ask idle workers to help with a job if enough of the job remains.
+        """Ask idle workers to help with a job if the rest of the job is expected to take long enough.
 
         A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
         worker is asked to help until the service has found this sequence. Until then, the sequence can kill only the worker
@@ -102,7 +102,7 @@ class Helping:
             del self._failures[pair]
 
     def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> bool:
-        """Handle a frame that is about helping with a job, and return True. Return False for all other frames."""
+        """If a frame is about helping with a job, handle it and return True; otherwise, return False."""
         help = self._helps.get(worker.number)
         match message["op"]:
             case "ask":  # sent by an owner

@@ -100,7 +100,8 @@ class Claim:
     """A job that is about to run on a worker.
 
     Attributes:
-        deaths: number of workers that have died since the job last made progress.
+        deaths: number of workers that have died since the job last made progress, excluding deaths that reduced the number of
+            suspects.
         suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
             and smaller groups, to find the sequence that kills workers.
         poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.
@@ -260,7 +261,7 @@ class Ledger:
 
         Args:
             loaded: ids of references whose models are loaded.
-            patience_seconds: how long, in seconds, a job must have waited before younger jobs can no longer overtake it.
+            patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs.
             but: ids of jobs that are skipped.
         """
         here = list(loaded)
@@ -479,7 +480,10 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether the completed job of the same identity may answer a new submission. `summary` is that job's summary."""
+    """Return whether a submission may get the completed job with the same identity instead of a new job.
+
+    `summary` is the summary of the completed job.
+    """
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 

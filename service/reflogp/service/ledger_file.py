@@ -292,7 +292,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Replace a connection that failed with a new one. If no new connection can be opened, keep the failed one."""
+        """Open a new connection to replace a failed one. If no new connection can be opened, keep the failed one."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:
@@ -309,7 +309,7 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Recover from the deletion of the write-ahead log while the database is open.
+        """Recover after the write-ahead log was deleted while the database was open.
 
         First write the content of the deleted log into the database, because a crash would lose this content. Then open a new
         connection, which creates a new write-ahead log.

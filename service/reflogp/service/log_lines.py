@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that appends two ids to a record's line: those of the job and of the request that the record concerns."""
+    """A log formatter that appends the job id and the request id of a record to its line, if the record has them."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

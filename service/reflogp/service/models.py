@@ -78,7 +78,7 @@ class DatasetSpec(BaseModel):
 
 
 class JobSettings(BaseModel):
-    """The settings of a job. A setting that also exists in the trainers' configs has the same name there."""
+    """The settings of a job. Settings that also exist in the configs of TRL's trainers have the same names."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
@@ -175,7 +175,7 @@ class Job(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Remove secrets from the dataset's URI, because every token with the scope `read` can see the job.
+        """Remove secrets from the dataset's URI, because every caller with the scope `read` can see the job.
 
         The dataset is still fetched from the full URI.
         """
@@ -243,7 +243,7 @@ class Outlier(BaseModel):
 
 
 class RowProblem(BaseModel):
-    """A row of the dataset that has no values."""
+    """A dataset row without values."""
 
     row: int = Field(description="Number of the row in the dataset, starting at 0.")
     error: str = Field(description="Reason why the row has no values.")

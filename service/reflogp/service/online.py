@@ -42,8 +42,8 @@ class Scored:
     Attributes:
         outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: seconds from the start of the computation to the request's last outcome. Several requests may share a
-            computation.
+        engine_seconds: seconds from the start of the computation to the request's last outcome. The worker may compute
+            several requests together.
         queue_seconds: seconds between the arrival of the request at the worker and the start of the computation.
         snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
@@ -159,7 +159,7 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Queue the unanswered requests of a dead worker for its next process.
+        """After a worker's process has exited, queue its unanswered requests for the worker's next process.
 
         Return True if the worker was computing any of them.
 
@@ -273,7 +273,7 @@ class OnlineScoring:
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.
 
-        Return a list with each sequence's values (None for a sequence without values), and the snapshot's number.
+        Return a list with each sequence's values (None if the store has none), and the number of the snapshot that was read.
         """
         try:
             snapshot = self._registry.snapshot(reference_id, None)

@@ -1,7 +1,7 @@
 """Start and monitor worker processes, exchange frames with them, and replace those that have exited.
 
-All code in this module runs in the event loop. The pool handles `ready`, `loaded`, `pong` and `dying` frames from workers;
-callbacks handle all other frames.
+All code in this module runs in the event loop. The pool learns the state of each worker from its `ready`, `loaded`, `pong`
+and `dying` frames, and passes all frames except `pong` to a callback.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
 loads a model or computes a forward pass. A worker that does not answer pings is therefore not just busy: its whole process has

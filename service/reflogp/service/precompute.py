@@ -124,7 +124,7 @@ class Precompute:
         self._flusher: asyncio.Task[None] | None = None
 
     def start(self, pool: Pool) -> None:
-        """Start the background tasks. Jobs continue where they were when the service last stopped."""
+        """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
         self._pool = pool
         self._helping = Helping(pool)
         self._assign()
@@ -138,7 +138,7 @@ class Precompute:
         self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
 
     def drain(self) -> None:
-        """Stop starting jobs, and end all event streams."""
+        """Stop assigning jobs and fetching datasets, and end all event streams."""
         self._closing = True
         self._fetching.close()
         for task in self._tasks:
@@ -147,7 +147,7 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Write everything that is still pending to the ledger.
+        """Write to the ledger everything that has not been written yet.
 
         Call this method after all workers have exited. If the state of some jobs cannot be recorded, log how many.
         """

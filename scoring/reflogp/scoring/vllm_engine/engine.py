@@ -309,7 +309,7 @@ class VllmEngine:
             yield landed
 
     def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
-        """Return the indices of the sequences that may read the cache."""
+        """Return the indices of the sequences whose requests may read vLLM's prefix cache."""
         if not self._transport.reads_cache:
             return set()
         if self._transport.block_size is None:
@@ -388,7 +388,7 @@ class _Flight:
     def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
         """Send requests for some sequences; return (indices of the sequences that were sent, iterator over the responses).
 
-        A sequence with an image that can no longer be read is not sent; the error message becomes the outcome of the sequence.
+        If an image can no longer be read, its sequence is not sent, and the sequence's outcome is the error message.
         """
         requests: dict[int, Request] = {}
         for index in indices:

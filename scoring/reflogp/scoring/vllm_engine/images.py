@@ -26,15 +26,15 @@ _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library that a transformers image processor uses to resize images.
+    """Return the name of the library that a transformers image processor uses to resize images: "PIL" or "torchvision".
 
-    The two libraries, PIL and torchvision, round differently.
+    The two libraries round pixel values differently.
     """
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
 class ImageRefusedError(ValueError):
-    """vLLM cannot score a sequence's images; the message says why."""
+    """vLLM cannot score a sequence with images; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Processed:
     """An image that vLLM's processor has processed.
 
     Attributes:
-        item: the image's inputs to the model.
+        item: the processed image, as inputs for the model.
         ids: token ids from the image's first token to its last, including text tokens between them, int64 (n,).
         is_image: True for tokens that the model replaces with the image's features, bool (n,).
         size: size of the inputs in bytes.
@@ -81,7 +81,7 @@ class ImagePrompts:
     def prompt(self, request: Request, salt: str) -> Any:
         """Return vLLM's prompt for a sequence with images.
 
-        Raise ImageRefusedError if the image tokens that vLLM generates differ from those of the sequence.
+        Raise ImageRefusedError if an image cannot be processed, or if vLLM's tokens for it differ from the sequence's.
         """
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -106,7 +106,7 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of a two-colored test image for the check at startup.
+        """Return (digest, file, ids, image token) of a two-colored test image, which is scored when vLLM starts.
 
         `ids` are the token ids of the image, with an image id for each image token.
         """

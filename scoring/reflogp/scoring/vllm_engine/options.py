@@ -1,4 +1,5 @@
-"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute different values.
+"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute values that differ from
+the reference's.
 
 This module does not import vLLM.
 """
@@ -64,7 +65,7 @@ class Loading:
     Attributes:
         options: arguments for `vllm.LLM`.
         adapter: folder of the LoRA adapter, or None.
-        no_images: the reason why rows with images are refused, as a clause; None if vLLM can score them.
+        no_images: why vLLM cannot use this model to score rows with images, as a clause; None if it can.
     """
 
     options: dict[str, Any]
@@ -73,7 +74,9 @@ class Loading:
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """Parse the NAME=VALUE entries of --vllm-option. Values are parsed as JSON; a value that is not valid JSON is a string.
+    """Parse the NAME=VALUE entries of --vllm-option.
+
+    Each value is parsed as JSON, or kept as a string if it is not valid JSON.
 
     Raises UsageError if an entry has no "=" or names an argument that is not in ALLOWED.
     """
@@ -99,7 +102,7 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return the `vllm.LLM` arguments and the adapter, if there is one, that make vLLM compute a reference's values.
+    """Return the `vllm.LLM` arguments, and the adapter if there is one, with which vLLM computes a reference's values.
 
     Args:
         model: local model folder.
@@ -151,9 +154,9 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return how a model differs from the tested models of its family, as the end of an error message.
+    """Return a phrase that says how a model differs from the tested models of its family, for the end of an error message.
 
-    If the model does not differ, return an empty string.
+    Return an empty string if the model does not differ from them.
     """
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of type {tower}"
@@ -189,7 +192,7 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that make vLLM's rotary embeddings match transformers'; raise EngineError if no arguments can.
 
     vLLM chooses the frequencies of rotary embeddings once, for the longest sequence that it accepts, but transformers chooses
-    them for each pass. Therefore, the arguments may limit the length of sequences.
+    them for each forward pass. Therefore, the arguments may limit the length of sequences.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
@@ -202,7 +205,7 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(adapter: Adapter) -> int:
-    """Return the LoRA rank that vLLM must support. Raise EngineError if vLLM would apply the adapter incorrectly."""
+    """Return the `max_lora_rank` that an adapter needs. Raise EngineError if vLLM would apply the adapter incorrectly."""
     config = adapter.config
     advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and use the merged model"
     if config.get("peft_type") != "LORA":

@@ -1,8 +1,8 @@
 """Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin is closed.
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
-environment needs is `vllm`. The caller decides which requests may read the cache. The messages in each direction, and the
-schemas of their tables:
+environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The messages in each
+direction, and the schemas of their tables:
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -133,7 +133,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score the request's images."""
+        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score a sequence with these images."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -194,8 +194,8 @@ class Scorer:
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
 
-        Each method is tried on a few sequences, so if vLLM cannot run the model, the error is raised here instead of in the
-        first pass. Raises RuntimeError if vLLM returns no values with either method.
+        Each method is tried on a few sequences. If vLLM cannot run the model, the error is therefore raised here instead of in
+        the first pass. Raises RuntimeError if vLLM returns no values with either method.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
@@ -221,13 +221,13 @@ class Scorer:
         return sorted(found, key=lambda answer: answer.at)
 
     def _check_images(self, prompts: ImagePrompts) -> None:
-        """Check that vLLM's values depend on the image, and that they are the same with and without the cache.
+        """Check that vLLM's values depend on the image, and do not change when vLLM reads the image from its prefix cache.
 
         The same completion is scored three times: after each of two different images, and again after the first of them, which
         is then in the cache.
 
-        Raises ImageRefusedError if the values are the same for both images, or if the values for the first image differ the
-        second time.
+        Raises ImageRefusedError if the values after both images are the same, or if the values after the first image change
+        when it is read from the cache.
         """
         found: list[Any] = []
         try:

@@ -73,7 +73,7 @@ def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
-    """Return the number of tokens that the server says it read from its cache, or 0 if the response does not say."""
+    """Return how many tokens the server read from its cache according to its response, or 0 if the response does not say."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 
@@ -279,7 +279,7 @@ def check_claim(
 ) -> dict[str, Any]:
     """Check that a server serves the reference: compare the server's values for a few sequences with values computed locally.
 
-    Return the result as entries for the provenance.
+    Return a dict with the result, to be added to the engine's provenance.
 
     Args:
         engine: engine that is connected to the server.

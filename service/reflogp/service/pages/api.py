@@ -1,6 +1,6 @@
 """Prepare data for pages: tables of routes and JSON objects from the OpenAPI document, and names of jobs and datasets.
 
-The page /docs needs no script, and loads nothing from other servers.
+The page /docs is made from these tables, so it needs no script and loads nothing from other servers.
 """
 
 from __future__ import annotations
