@@ -220,7 +220,10 @@ class OnlineScoring:
             raise self._too_late()
         if answered["error"] is not None:
             raise Problem(
-                503, answered["error"], "ask an administrator to check the service's references", {"Retry-After": "30"}
+                503,
+                answered["error"],
+                "ask an administrator to check the reference model's files and the worker's log",
+                {"Retry-After": "30"},
             )
         self._metrics.tokens.labels("online").inc(tokens)
         self._metrics.engine_seconds.observe(answered["engine_seconds"])

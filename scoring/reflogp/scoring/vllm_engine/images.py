@@ -174,7 +174,7 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     own = np.isin(np.arange(first, last), places)
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
-            f"vLLM generates different tokens for an image ({int(image.is_image.sum())} image tokens; the sequence has "
-            f"{len(places)})"
+            "vLLM's image processor produces other tokens for an image than the sequence contains "
+            f"({int(image.is_image.sum())} image tokens instead of {len(places)})"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))
