@@ -92,7 +92,7 @@ def print_json(summary: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide progress bars, FutureWarnings, and log messages below the level ERROR of the libraries that load models."""
+    """Hide FutureWarnings, and the progress bars and log messages (except errors) of the libraries that load models."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)

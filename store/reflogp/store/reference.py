@@ -240,7 +240,7 @@ class OpenModel:
         changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
         named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
         raise ContentMismatchError(
-            f"{named} changed: the model is now reference {self.reference.reference_id}, not {reference.reference_id}. "
+            f"{named} changed: the model's reference id is now {self.reference.reference_id}, not {reference.reference_id}. "
             "Put the old files back, or run again with the new files (for a service: restart it)"
         )
 

@@ -206,7 +206,7 @@ class Snapshot:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
                 f"reference {self.reference_id} has {counted(len(self.damaged), 'damaged shard')} ({shard}: {problem}); "
-                f"nothing is written until the damage is repaired: {self.repair_command()}"
+                f"nothing is written until the damage is repaired; run {self.repair_command()}"
             )
 
     def _indexed_places(self, hi: Words, lo: Words) -> Places:

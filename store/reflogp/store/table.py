@@ -468,7 +468,7 @@ class LogprobTable:
         if self._salvaged:
             raise DamagedStoreError(
                 f"the log of reference {self.reference.reference_id} is damaged ({self._salvaged.first_problem()}); nothing is "
-                f"written until it is repaired: {repair_command(self.uri)}"
+                f"written until it is repaired; run {repair_command(self.uri)}"
             )
         if snapshot is not None and snapshot.damaged:
             snapshot.require_whole()

@@ -110,7 +110,7 @@ def _agreed(what: str, future: Future[T]) -> T:
     problems = gather(None if problem is None else f"{type(problem).__name__}: {problem}")
     for number, words in enumerate(problems):
         if words is not None and problem is None:
-            raise RankFailedError(f"{what} failed on process {number} of {len(problems)} ({words})")
+            raise RankFailedError(f"{what} failed on rank {number} (of {len(problems)} processes): {words}")
     return future.result()
 
 

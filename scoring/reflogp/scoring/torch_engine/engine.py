@@ -278,8 +278,8 @@ class TorchEngine:
     def _agrees_on_images(self, unit: Unit) -> bool:
         """Return True if sequences with images may be packed, because packing does not change their values.
 
-        This is checked once, on the first sequences with images. If memory runs out during the check, return True: `_launch`
-        then treats the pass as one that does not fit, and the check is repeated for the next pass with images.
+        This is checked once, on the first sequences with images. If memory runs out during the check, it stays undone, and True
+        is returned: `_launch` then treats the pass as one that does not fit, and the next pass with images is checked.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]

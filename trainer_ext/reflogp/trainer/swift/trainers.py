@@ -1,4 +1,4 @@
-"""Train with ms-swift's DPO and KTO trainers on stored reference log-probs, with an audit of the run."""
+"""Train with ms-swift's DPO and KTO trainers, using stored reference log-probs, and audit the run."""
 
 from __future__ import annotations
 
