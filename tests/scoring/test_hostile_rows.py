@@ -256,5 +256,5 @@ def test_a_row_that_reached_a_limit_is_tried_again(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_a_template_that_never_ends_fails_the_dataset(tokenizer, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [pair("loop") for _ in range(100)])
-    with pytest.raises(DatasetError, match="does not finish"):
+    with pytest.raises(DatasetError, match="s each to tokenize"):
         tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.1))
