@@ -309,7 +309,7 @@ def test_a_store_of_a_newer_format(score, pairs_file, tmp_path):
         ({"options": ["--token-budget", "many"]}, "token-budget"),
         ({"options": ["--format", "sft"]}, "--format"),
         ({"options": ["--store", "s3:/bucket"]}, "two slashes"),
-        ({"options": ["--format", "kto", "--split", "x"], "data": "tokens"}, "not kto"),
+        ({"options": ["--format", "kto", "--split", "x"], "data": "tokens"}, "expected rows in the format 'kto'"),
     ],
 )
 def test_bad_usage(reflogp, reference_folder, pairs_file, tmp_path, change, says):

@@ -21,7 +21,7 @@ def test_values_of_another_engine_are_hits_unless_one_engine_is_wanted(reflogp, 
     assert json.loads(out.splitlines()[-1])["hits"] == 80
     code, _, err = reflogp(*command, *nowhere, "--strict-engine")
     assert code == 1
-    assert "values for this dataset from torch" in err and "only values from remote" in err
+    assert "values from torch for this dataset" in err and "only values from remote" in err
     assert reflogp(*command, "--strict-engine")[0] == 0
 
 

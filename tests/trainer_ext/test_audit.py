@@ -139,7 +139,7 @@ def test_an_earlier_verdict_does_not_stand_for_a_run_that_failed(cached_trainer,
 def test_arguments_that_are_none(policy, config, dataset):
     with pytest.raises(UsageError, match=r"CachedDPOTrainer needs .*reference=ReferenceSource"):
         CachedDPOTrainer(policy(), None, config(), None, dataset)
-    with pytest.raises(UsageError, match="unknown colums"):
+    with pytest.raises(UsageError, match="unknown 'colums'"):
         ReferenceAudit(checks=("colums",))
 
 

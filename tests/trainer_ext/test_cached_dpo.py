@@ -173,7 +173,7 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
 
 @pytest.mark.slow
 def test_a_reference_of_another_dtype_is_noise_that_has_to_be_asked_for(cached_trainer, policy):
-    with pytest.raises(StepZeroError, match="scored in float32, but the policy computes in bfloat16"):
+    with pytest.raises(StepZeroError, match="computed in float32, but the policy computes in bfloat16"):
         cached_trainer({"model": policy().to(torch.bfloat16)}).train()
     trainer = cached_trainer({"model": policy().to(torch.bfloat16), "step_zero_tolerance": 0.1})
     trainer.train()

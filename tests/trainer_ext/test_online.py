@@ -311,7 +311,7 @@ class TestFailure:
         status, ranks, _ = launch({"runs": runs}, tmp_path, check=False, function=RANKS)
         assert status
         assert [seen["error"] for seen in ranks] == ["RankFailedError", "DeadlineExceededError"]
-        assert "process 1 of 2" in ranks[0]["words"]
+        assert "failed on rank 1 (of 2 processes)" in ranks[0]["words"]
 
     @pytest.mark.slow
     def test_another_model_under_the_same_name_cannot_slip_in(self, settings, models, tmp_path):
