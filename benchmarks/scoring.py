@@ -2,7 +2,7 @@
 
 Rates are tokens of the data per second (both sequences of a pair count in full, without sharing and padding), so sides can be
 compared although slow sides run on a sample. Each round runs every side once; the table shows medians. A vLLM process runs only
-while its side is measured: even an idle one takes memory, and with 10 GB less of it, TRL with batch size 8 ran at half speed.
+while its side is measured: even an idle one takes memory, and with 9 GB less of it, TRL with batch size 8 ran at half speed.
 
     python benchmarks/scoring.py [--data FILE:ROWS …] [--shape 0.1B] [--rounds 3] [--trl-rows 12] [--out benchmarks/results]
 """

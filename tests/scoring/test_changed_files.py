@@ -120,7 +120,7 @@ def test_rows_are_tokenized_by_the_template_that_the_model_has_when_the_job_begi
 
 
 def padded(rows, size: int) -> bytes:
-    """Rows as JSON Lines, of exactly so many bytes."""
+    """Rows as JSON Lines, filled with empty lines to exactly `size` bytes."""
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     assert len(text) <= size
     return text + b"\n" * (size - len(text))

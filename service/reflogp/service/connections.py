@@ -2,8 +2,8 @@
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
 that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for the
-head of a request. When one more connection starts to wait, the one that has waited longest is closed. Clients that send their
-requests one byte at a time therefore cannot keep the service from serving other clients.
+head of a request. If another connection would exceed this number, the connection that has waited longest is closed. Clients
+that send their requests one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations

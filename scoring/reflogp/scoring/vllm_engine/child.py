@@ -87,7 +87,7 @@ class VllmProcess:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "vLLM's image processor has different settings from the one that generated the image tokens"
+            return "vLLM's image processor has other settings than the image processor that generated the image tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (
