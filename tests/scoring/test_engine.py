@@ -233,7 +233,7 @@ def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_fol
         try:
             engine.score([sequences[0], long, sequences[1]])
         except InvalidSequencesError as error:
-            assert list(error.problems) == [1] and "do not fit" in error.problems[1], error.problems
+            assert list(error.problems) == [1] and "does not fit" in error.problems[1], error.problems
             assert all(np.isfinite(error.results[i]).all() for i in (0, 2))
         else:
             raise AssertionError("the long one fitted")

@@ -182,8 +182,8 @@ def test_a_wrong_reference_is_refused_before_the_first_step(train, tokenizer, tm
     ("options", "why"),
     [
         ({"rlhf_type": "cpo"}, "rlhf_type cpo does not use reference log-probs"),
-        ({"padding_free": "true", "attn_impl": "flash_attn"}, "padding_free is not supported"),
-        ({"packing": "true", "attn_impl": "flash_attn"}, "packing is not supported"),
+        ({"padding_free": "true", "attn_impl": "flash_attn"}, "padding_free=True is not supported"),
+        ({"packing": "true", "attn_impl": "flash_attn"}, "packing=True is not supported"),
         ({"streaming": "true"}, "is a stream"),
     ],
 )
