@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = str(folder / "datasets")
+
+
+@pytest.fixture(scope="session")
+def warm_python():
+    """A WarmPython, for tests that start services and workers again and again."""
+    from tests.service.warm_python import WarmPython
+
+    with tempfile.TemporaryDirectory(prefix="warm") as folder:  # a socket's path is short
+        python = WarmPython(Path(folder))
+        yield python
+        python.close()
 
 
 @pytest.fixture(scope="session")

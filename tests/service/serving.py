@@ -18,17 +18,26 @@ import httpx
 import numpy as np
 import psutil
 
+from tests.service.warm_python import WarmPython
+
 
 class Service:
     """A running service: its URL, its process, its workers' processes, its log.
 
     Args:
         arguments: of `reflogp serve`.
-        python: runs the service, and its workers.
+        warm: runs the service and its workers; None starts an ordinary `python` for each.
     """
 
-    def __init__(self, *arguments: object, python: str = sys.executable) -> None:
-        command = [python, "-c", "from reflogp.cli import main; main()", "serve", *map(str, arguments)]
+    def __init__(self, *arguments: object, warm: WarmPython | None = None) -> None:
+        self._warm = warm
+        command = [
+            warm.executable if warm else sys.executable,
+            "-c",
+            "from reflogp.cli import main; main()",
+            "serve",
+            *map(str, arguments),
+        ]
         if "--port" not in arguments:
             command += ["--port", "0"]
         self._state = tempfile.TemporaryDirectory()  # where the settings name no folder for jobs
@@ -48,13 +57,22 @@ class Service:
         for line in self.process.stderr:
             self.log.append(line)
 
+    @property
+    def pid(self) -> int:
+        """The service's process, which is another one than `process` where a WarmPython runs it; 0 when it has ended."""
+        return self._real(self.process.pid) if self.process.poll() is None else 0
+
     def workers(self) -> list[psutil.Process]:
         """Its worker processes that are alive."""
         try:
-            children = psutil.Process(self.process.pid).children()
-            return [child for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
+            children = psutil.Process(self.pid).children() if self.pid else []
+            launched = [child.pid for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
+            return [psutil.Process(pid) for pid in map(self._real, launched) if pid]
         except psutil.Error:
             return []
+
+    def _real(self, launched: int) -> int:
+        return (self._warm.program_of(launched) or 0) if self._warm else launched
 
     def worker_ready(self, timeout: float = 240, token: str = "") -> None:
         """Wait until a worker takes work."""
@@ -65,7 +83,7 @@ class Service:
 
     def kill(self) -> None:
         """kill -9 the service; its workers find out by themselves."""
-        self.process.send_signal(signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> int:
@@ -75,9 +93,9 @@ class Service:
 
 
 @contextmanager
-def running(*arguments: object) -> Iterator[Service]:
+def running(*arguments: object, warm: WarmPython | None = None) -> Iterator[Service]:
     """A service with its process at hand."""
-    service = Service(*arguments)
+    service = Service(*arguments, warm=warm)
     try:
         yield service
     finally:

@@ -28,9 +28,9 @@ SMALL = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, 
 
 
 @pytest.fixture
-def service(tmp_path, reference_folder):
+def service(tmp_path, reference_folder, warm_python):
     models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL)) as service:
+    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL), warm=warm_python) as service:
         yield service
 
 
@@ -96,12 +96,12 @@ def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
 
 
 @pytest.mark.slow
-def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder):
+def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder, warm_python):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     rows = token_rows(1800, seed=6)
     rows[1700]["rejected_ids"][4:8] = POISON
     models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL)) as service:
+    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL), warm=warm_python) as service:
         with Client(service.url) as client:
             job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
         assert (job.state, job.summary["bad_row_numbers"], job.summary["failed"]) == ("done", [1700], 1), "".join(service.log)
@@ -122,7 +122,7 @@ def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_folder, devices):
+def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_folder, devices, warm_python):
     """The worker says why it ends, its job goes on, and the search for the row is the same as where a process dies."""
     model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: an illegal memory access was encountered")
     rows = token_rows(300, seed=9)
@@ -130,7 +130,7 @@ def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_
     models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
     more = SMALL | {"devices": ["cpu"] * devices}
     with (
-        running("--config", settings_file(tmp_path, tmp_path / "store", models, **more)) as service,
+        running("--config", settings_file(tmp_path, tmp_path / "store", models, **more), warm=warm_python) as service,
         Client(service.url) as client,
     ):
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
@@ -142,14 +142,14 @@ def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_
 
 
 @pytest.mark.slow
-def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_folder):
+def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_folder, warm_python):
     model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: unspecified launch failure")
     rows = token_rows(3, seed=10)
     for row in rows:
         row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
     models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
     settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
-    with running("--config", settings) as service, Client(service.url) as client:
+    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
     assert job.state == "failed" and "3 workers died in a row" in job.error, "".join(service.log)
     assert "unspecified launch failure" in job.error

@@ -55,10 +55,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from reflogp.store import ReflogpError
 from reflogp.store.compaction import compact, vacuum
-from tests.service.warm_python import WarmPython
 from tests.service.world import (
     DATASETS,
-    MODULES,
     SUM_TOLERANCE,
     TOKEN_ROWS,
     TOKENIZERS,
@@ -790,26 +788,18 @@ def library(tmp_path_factory, pair_rows):
 
 
 @pytest.fixture(scope="module")
-def warm():
-    if "REFLOGP_SEQUENCES_COLD" in os.environ:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="warm") as folder:  # a socket's path is short
-        python = WarmPython(Path(folder), MODULES)
-        yield python
-        python.close()
+def warm(request):
+    return None if "REFLOGP_SEQUENCES_COLD" in os.environ else request.getfixturevalue("warm_python")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 120 * SEQUENCES)
 def test_random_sequences_of_operations(warm, library, tmp_path_factory, record_property):
-    python = sys.executable if warm is None else warm.ready().executable
-
     class Bound(Sequence):
         pass
 
     Bound.library, Bound.findings = library, Findings()
-    Bound.make_world = staticmethod(lambda: World(tmp_path_factory.mktemp("world"), library, python, warm))
+    Bound.make_world = staticmethod(lambda: World(tmp_path_factory.mktemp("world"), library, warm))
     if replay := os.environ.get("REFLOGP_SEQUENCES_REPLAY"):
         for calls in Path(replay).read_text().split("\n\n"):
             state = Bound()

@@ -19,6 +19,25 @@ from pathlib import Path
 from typing import Any
 
 _MESSAGE = 1 << 18
+#: What services, workers and command lines import sooner or later.
+MODULES = [
+    "torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "deltalake",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.lifespan.on",
+    "reflogp.service.worker.engine_loop",
+    "reflogp.service.worker.job",
+    "reflogp.service.worker.write_back",
+    "reflogp.service.app",
+    "reflogp.service.run",
+    "reflogp.scoring.runs.local",
+    "reflogp.cli.score",
+    "reflogp.cli.serve",
+]
 
 
 class WarmPython:
@@ -27,25 +46,25 @@ class WarmPython:
     Args:
         folder: for the launcher and the zygote's socket; a short path.
         modules: imported before anything is forked.
-
-    Attributes:
-        executable: path of the launcher.
     """
 
-    def __init__(self, folder: Path, modules: list[str]) -> None:
+    def __init__(self, folder: Path, modules: list[str] = MODULES) -> None:
         self._socket = str(folder / "zygote")
-        self.executable = str(folder / "python")
+        self._executable = str(folder / "python")
         launcher = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         launcher += f"from warm_python import launch; launch({self._socket!r})\n"
-        Path(self.executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
-        Path(self.executable).chmod(0o700)
-        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self.executable, *modules]
+        Path(self._executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
+        Path(self._executable).chmod(0o700)
+        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self._executable, *modules]
         self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._ready = False
 
-    def ready(self) -> WarmPython:
-        """Wait until the modules are imported."""
-        assert self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n"
-        return self
+    @property
+    def executable(self) -> str:
+        """Path of the launcher; waits until the modules are imported."""
+        assert self._ready or (self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n")
+        self._ready = True
+        return self._executable
 
     def program_of(self, launcher: int) -> int | None:
         """Process id of the program that a launcher started; None before it runs and after it has ended."""

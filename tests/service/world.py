@@ -14,6 +14,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,25 +34,6 @@ from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import Service, float32, settings_file, token_rows
 from tests.service.warm_python import WarmPython
 
-#: What services, workers and command lines import sooner or later.
-MODULES = [
-    "torch",
-    "transformers",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "deltalake",
-    "uvicorn.protocols.http.h11_impl",
-    "uvicorn.lifespan.on",
-    "reflogp.service.worker.engine_loop",
-    "reflogp.service.worker.job",
-    "reflogp.service.worker.write_back",
-    "reflogp.service.app",
-    "reflogp.service.run",
-    "reflogp.scoring.runs.local",
-    "reflogp.cli.score",
-    "reflogp.cli.serve",
-]
 #: Versions of the weights; and tokenizers, each a vocabulary with a chat template.
 WEIGHTS = 4
 TOKENIZERS = ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -226,8 +208,7 @@ class World:
     Args:
         folder: empty.
         library: what there is to put in.
-        python: runs service, workers and command lines.
-        warm: None where `python` is an ordinary one.
+        warm: runs service, workers and command lines; None starts an ordinary `python` for each.
 
     Attributes:
         weights: reference -> version of its weights on the disk.
@@ -238,9 +219,9 @@ class World:
         orphans: workers whose service was killed; they end by themselves.
     """
 
-    def __init__(self, folder: Path, library: Library, python: str, warm: WarmPython | None) -> None:
+    def __init__(self, folder: Path, library: Library, warm: WarmPython | None) -> None:
         self.library = library
-        self._python, self._warm = python, warm
+        self._warm = warm
         self._folder = folder
         self.root = folder / "root"
         self.root.mkdir()
@@ -269,22 +250,16 @@ class World:
     def start(self) -> None:
         """Start the service. Raises AssertionError with its log when it ends at once."""
         served = dict(self.weights)
-        self.service = Service("--config", self._settings, python=self._python)
+        self.service = Service("--config", self._settings, warm=self._warm)
         self.served = served
 
     def pid(self) -> int:
         """The service's process; 0 when it has ended."""
-        launched = self.service.process.pid if self.service is not None and self.service.process.poll() is None else 0
-        return self._real(launched)
+        return self.service.pid if self.service is not None else 0
 
     def workers(self) -> list[psutil.Process]:
         """Its workers that are alive."""
-        try:
-            children = psutil.Process(self.pid()).children() if self.pid() else []
-            launched = [child.pid for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
-            return [psutil.Process(pid) for pid in map(self._real, launched) if pid]
-        except psutil.Error:
-            return []
+        return self.service.workers() if self.service is not None else []
 
     def pids(self) -> list[int]:
         """The service and its workers."""
@@ -304,13 +279,13 @@ class World:
 
     def command_line(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `reflogp` with these arguments."""
-        command = [self._python, "-c", "from reflogp.cli import main; main()", *arguments]
+        command = [
+            self._warm.executable if self._warm else sys.executable,
+            "-c",
+            "from reflogp.cli import main; main()",
+            *arguments,
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def _real(self, launched: int) -> int:
-        if not launched or self._warm is None:
-            return launched
-        return self._warm.program_of(launched) or 0
 
     # what lies on the disk
 
