@@ -27,11 +27,11 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder):
+def service(place, reference_folder, warm_python):
     file = settings_file(
         place, place / "store", {"ref": float32(reference_folder)}, token_budget=512, max_queued_tokens=20_000, pinned="ref"
     )
-    with running("--config", file) as found:
+    with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
         yield found
 
@@ -247,9 +247,9 @@ def test_arrow_requests_are_checked(service):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder, model):
+def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder, model, warm_python):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128)
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         service.worker_ready()
         prompts, completions = sequences(400, seed=11, prompt=40, completion=20)
         answers = []
@@ -266,10 +266,10 @@ def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder
 
 
 @pytest.mark.slow
-def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp_path, reference_folder):
+def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp_path, reference_folder, warm_python):
     entry = {**float32(deadly_model(reference_folder, tmp_path / "deadly")), "trust_remote_code": True}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, window_seconds=0.2)
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.worker_ready()
 
         async def ask():
@@ -284,10 +284,10 @@ def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp
 
 
 @pytest.mark.slow
-def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder, model):
+def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder, model, warm_python):
     models = {"one": float32(reference_folder), "two": {"model": str(reference_folder), "dtype": "bfloat16"}}
     file = settings_file(tmp_path, tmp_path / "store", models, token_budget=128, commit_seconds=0.1)
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=12)), "one").id
         wait_for(client, job, lambda found: found.progress.scored > 20)
         prompts, completions = sequences(2, seed=13)
@@ -303,10 +303,10 @@ def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
+def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder, warm_python):
     folder = shutil.copytree(reference_folder, tmp_path / "model")
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(folder)})
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.worker_ready()
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
@@ -317,11 +317,11 @@ def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["the service", "a command"])
-def test_a_store_that_is_being_made_is_an_empty_one(by, tmp_path, reference_folder):
+def test_a_store_that_is_being_made_is_an_empty_one(by, tmp_path, reference_folder, warm_python):
     """Also one that a command was making, of a reference that the service does not know, when its disk was full."""
     reference = describe_reference(str(reference_folder), "float32")
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)})
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         made = reference.reference_id if by == "the service" else "0f" * 16
         (tmp_path / "store" / made / "logprobs").mkdir(parents=True)  # reference.json comes last
         with pytest.raises(RequestRefusedError, match="are stored yet"):

@@ -39,7 +39,9 @@ def other_model(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_other_references_go_on(tmp_path, reference_folder):
+def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_other_references_go_on(
+    tmp_path, reference_folder, warm_python
+):
     first, second = shutil.copytree(reference_folder, tmp_path / "first"), other_model(reference_folder, tmp_path / "second")
     expected = {
         name: plain_token_logps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), *SEQUENCE.values())
@@ -47,7 +49,7 @@ def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_oth
     }
     reference = describe_reference(str(first), "float32")
     file = settings_file(tmp_path, tmp_path / "store", {"a": float32(first), "b": float32(second)}, pinned="a", max_loaded=2)
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.worker_ready()
         assert score(service, "a").json()["token_logps"][0] == pytest.approx(expected["a"], abs=2e-4)
         in_place(first / "model.safetensors", (second / "model.safetensors").read_bytes())
@@ -80,10 +82,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder):
+def service(place, reference_folder, warm_python):
     model = shutil.copytree(reference_folder, place / "model")
     file = settings_file(place, place / "store", {"ref": float32(model)}, dataset_roots=[str(place / "data")])
-    with running("--config", file) as found:
+    with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
         yield found
 

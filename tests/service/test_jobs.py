@@ -26,10 +26,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder):
+def service(place, reference_folder, warm_python):
     (place / "data").mkdir()
     file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, dataset_roots=[str(place / "data")])
-    with running("--config", file) as found:
+    with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
         yield found
 
@@ -132,10 +132,10 @@ def test_unknown_things_are_refused(client, tmp_path):
 
 
 @pytest.fixture
-def slow(tmp_path, reference_folder):
+def slow(tmp_path, reference_folder, warm_python):
     """A service whose passes are small, so that a job takes a while, and which commits all the time."""
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
-    with running("--config", file) as found:
+    with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
         yield found
 
@@ -180,17 +180,17 @@ def stored(store) -> int:
 
 
 @pytest.mark.slow
-def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
+def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder, warm_python):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
     rows = token_rows(1000, seed=9)
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id
         wait_until(lambda: stored(tmp_path / "store") > 50)  # committed, however fast the machine scores
         [worker] = service.workers()
         worker.send_signal(signal.SIGKILL)
         wait_for(client, job, lambda found: found.attempts == 2 and found.progress.scored > 20)
         service.kill()
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 3)
         assert ended.summary["hits"] > 50
@@ -204,9 +204,9 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
 
 
 @pytest.mark.slow
-def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder):
+def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder, warm_python):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=600)
-    service = Service("--config", file)
+    service = Service("--config", file, warm=warm_python)
     with Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=10)), "ref").id
         wait_for(client, job, lambda found: found.progress.scored > 200)
@@ -217,7 +217,7 @@ def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder
             assert not any(line == "event: end" for line in lines)
     [reference] = Store(tmp_path / "store").references()
     assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 200
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 2)
         assert ended.summary["hits"] > 200
@@ -230,13 +230,13 @@ def test_two_services_do_not_share_a_state_folder(slow, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, reference_folder):
+def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, reference_folder, warm_python):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     entry = {**float32(model), "trust_remote_code": True}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, token_budget=1024, commit_seconds=0.1)
     rows = token_rows(60, seed=11)
     rows[33]["rejected_ids"][4:8] = POISON
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
         result = pq.read_table(client.result(ended.id, tmp_path / "result.parquet"))
     assert ended.state == "done", "".join(service.log)
@@ -247,11 +247,11 @@ def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, r
 
 
 @pytest.mark.slow
-def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, reference_folder):
+def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, reference_folder, warm_python):
     model = deadly_model(reference_folder, tmp_path / "deadly", on_load=True)
     entry = {**float32(model), "trust_remote_code": True}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry})
-    with running("--config", file) as service, Client(service.url) as client:
+    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=12)), "ref").id)
         assert (ended.state, ended.attempts) == ("failed", 3)
         assert "3 workers died" in ended.error and "SIGKILL" in ended.error
