@@ -26,10 +26,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(reference_folder, folder):
+def url(reference_folder, folder, warm_python):
     (folder / "data").mkdir()
     models = {"sft": float32(reference_folder)}
-    with serving("--config", settings_file(folder, folder / "store", models, dataset_roots=[f"{folder}/data"])) as found:
+    with serving(
+        "--config", settings_file(folder, folder / "store", models, dataset_roots=[f"{folder}/data"]), warm=warm_python
+    ) as found:
         yield found
 
 

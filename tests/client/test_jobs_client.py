@@ -44,9 +44,11 @@ TOKEN = "token-of-a-trainer"
 
 
 @pytest.fixture(scope="module")
-def url(reference_folder, tmp_path_factory):
+def url(reference_folder, tmp_path_factory, warm_python):
     folder = tmp_path_factory.mktemp("jobs")
-    with serving("--config", settings_file(folder, folder / "store", {"sft": float32(reference_folder)})) as found:
+    with serving(
+        "--config", settings_file(folder, folder / "store", {"sft": float32(reference_folder)}), warm=warm_python
+    ) as found:
         yield found
 
 
@@ -512,10 +514,10 @@ def test_a_result_is_written_where_it_can_be(client, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, long_file):
+def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, long_file, warm_python):
     settings = settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}, commit_seconds=0.5)
     seen = []
-    with serving("--config", settings) as url:
+    with serving("--config", settings, warm=warm_python) as url:
         client = Client(url)
         job = client.submit(long_file, "sft")
         watch = threading.Thread(target=lambda: seen.append(client.watch(job.id, seen.append)))
@@ -525,7 +527,7 @@ def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, l
     before = len(seen)
     with pytest.raises(ServiceUnreachableError):
         client.watch(job.id, timeout=0.5)
-    with serving("--config", settings, "--port", httpx.URL(url).port) as same:
+    with serving("--config", settings, "--port", httpx.URL(url).port, warm=warm_python) as same:
         assert same == url
         wait_until(lambda: len(seen) > before and seen[-1].attempts == 2, 60)
         client.cancel(job.id)
@@ -536,12 +538,12 @@ def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, l
 
 
 @pytest.fixture(scope="module")
-def narrow(reference_folder, tmp_path_factory):
+def narrow(reference_folder, tmp_path_factory, warm_python):
     """A service with a token and a short queue."""
     folder, tokens = tmp_path_factory.mktemp("narrow"), {"trainer": (TOKEN, ["score", "read"])}
     models = {"sft": float32(reference_folder)}
     settings = settings_file(folder, folder / "store", models, tokens, max_queued_tokens=2000)
-    with serving("--config", settings) as found:
+    with serving("--config", settings, warm=warm_python) as found:
         yield found
 
 

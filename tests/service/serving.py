@@ -104,9 +104,9 @@ def running(*arguments: object, warm: WarmPython | None = None) -> Iterator[Serv
 
 
 @contextmanager
-def serving(*arguments: object) -> Iterator[str]:
+def serving(*arguments: object, warm: WarmPython | None = None) -> Iterator[str]:
     """Start a service on a free port; gives its URL."""
-    with running(*arguments) as service:
+    with running(*arguments, warm=warm) as service:
         yield service.url
 
 

@@ -31,9 +31,11 @@ def model(place, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def service(place, model):
+def service(place, model, warm_python):
     """A row may take ten minutes, so that only being stopped ends one in time."""
-    with running("--config", settings_file(place, place / "store", {"ref": float32(model)}, row_seconds=600)) as found:
+    with running(
+        "--config", settings_file(place, place / "store", {"ref": float32(model)}, row_seconds=600), warm=warm_python
+    ) as found:
         found.worker_ready()
         yield found
 

@@ -39,10 +39,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place):
+def service(place, warm_python):
     models = {"ref": float32(place / "llava")}
     file = settings_file(place, place / "store", models, dataset_roots=[str(place / "data")], pinned="ref")
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         yield service
 
 
@@ -191,7 +191,7 @@ def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):
     assert [worker.pid for worker in service.workers()] == workers
 
 
-def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, place, reference_folder, tmp_path):
+def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, place, reference_folder, tmp_path, warm_python):
     kto = [
         {"prompt": "a", "completion": "b", "label": True, "images": [uri(picture(1))]},
         {"prompt": "a", "completion": "b", "label": True},
@@ -201,18 +201,18 @@ def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, place, re
         assert result_of(client, job.id)["error"].to_pylist()[0].count("more than text")
     (tmp_path / "text").mkdir()
     file = settings_file(tmp_path / "text", tmp_path / "text" / "store", {"ref": float32(reference_folder)})
-    with running("--config", file) as of_text:
+    with running("--config", file, warm=warm_python) as of_text:
         rows = [pair("?", [uri(picture(1))]), pair("?", [])]
         _, result, _ = done(of_text, write_rows(tmp_path / "rows.jsonl", rows))
         assert "more than text" in result["error"].to_pylist()[0] and result["error"].to_pylist()[1] is None
 
 
 @pytest.mark.slow
-def test_a_helper_scores_images(place, tmp_path):
+def test_a_helper_scores_images(place, tmp_path, warm_python):
     settings = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(place / "llava")}, **settings)
     rows = write_rows(tmp_path / "rows.jsonl", [pair(f"which? {n}", [uri(picture(n % 40))]) for n in range(700)])
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         job, _, _ = done(service, rows)
         assert any(" helps worker " in line for line in service.log) and job.summary["workers"] == 2
     assert job.summary["bad_rows"] == 0 and job.summary["scored"] == 1400

@@ -73,16 +73,18 @@ def chromium():
 
 
 @pytest.fixture(scope="module")
-def service(reference_folder, tmp_path_factory):
+def service(reference_folder, tmp_path_factory, warm_python):
     """A service without tokens."""
-    with serving("--config", config_file(tmp_path_factory.mktemp("pages"), reference_folder)) as url:
+    with serving("--config", config_file(tmp_path_factory.mktemp("pages"), reference_folder), warm=warm_python) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
-def guarded(reference_folder, tmp_path_factory):
+def guarded(reference_folder, tmp_path_factory, warm_python):
     """A service with two tokens, which its log never names."""
-    with running("--config", config_file(tmp_path_factory.mktemp("guarded"), reference_folder, TOKENS)) as started:
+    with running(
+        "--config", config_file(tmp_path_factory.mktemp("guarded"), reference_folder, TOKENS), warm=warm_python
+    ) as started:
         yield started.url
         log = "".join(started.log)
         assert "POST /signin" in log
@@ -221,8 +223,8 @@ def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp
 
 
 @pytest.mark.slow
-def test_an_empty_list_teaches_the_first_submission(chromium, reference_folder, tmp_path):
-    with serving("--config", config_file(tmp_path, reference_folder)) as url, opened(chromium) as page:
+def test_an_empty_list_teaches_the_first_submission(chromium, reference_folder, tmp_path, warm_python):
+    with serving("--config", config_file(tmp_path, reference_folder), warm=warm_python) as url, opened(chromium) as page:
         page.goto(url)
         assert f"reflogp submit {url} pairs.jsonl --reference tiny --watch" in page.locator("main").inner_text()
         page.goto(f"{url}/store")
@@ -366,18 +368,18 @@ def test_the_list_says_that_the_service_does_not_answer(chromium, service, done)
 
 
 @pytest.mark.slow
-def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_folder, pair_rows, tmp_path):
+def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_folder, pair_rows, tmp_path, warm_python):
     config = ("--config", config_file(tmp_path, reference_folder))
     file = write_rows(tmp_path / "pairs.jsonl", many_rows(pair_rows, 200, "restart"))
     with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
-        with running(*config) as first:
+        with running(*config, warm=warm_python) as first:
             with Client(first.url) as client:
                 page.goto(f"{first.url}/jobs/{client.submit(file, 'tiny').id}")
             page.evaluate("window.stayed = true")
             page.locator(".badge.running").wait_for()
             first.stop()
         page.locator("#live", has_text="The connection was lost").wait_for()
-        with running(*config, "--port", first.url.rpartition(":")[2]):
+        with running(*config, "--port", first.url.rpartition(":")[2], warm=warm_python):
             page.locator(".badge.done").wait_for()
             assert page.evaluate("window.stayed")
 

@@ -17,11 +17,11 @@ from tests.service.serving import float32, running, settings_file, token_rows, w
 
 
 @pytest.fixture(scope="module")
-def service(reference_folder, tmp_path_factory):
+def service(reference_folder, tmp_path_factory, warm_python):
     folder = tmp_path_factory.mktemp("request-ids")
     file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, dataset_roots=[str(folder)])
     write_rows(folder / "rows.jsonl", token_rows(3, 0))
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.folder = folder
         service.worker_ready()
         yield service
@@ -105,11 +105,11 @@ def test_a_line_says_what_it_is_about():
     assert LogLine().format(record).endswith(" hello [job j1] [request r1]")
 
 
-def test_json_logs_have_it(reference_folder, tmp_path):
+def test_json_logs_have_it(reference_folder, tmp_path, warm_python):
     write_rows(tmp_path / "rows.jsonl", token_rows(1, 1))
     models = {"ref": float32(reference_folder)}
     file = settings_file(tmp_path, tmp_path / "store", models, log_format="json", dataset_roots=[str(tmp_path)])
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         body = {"dataset": {"path": str(tmp_path / "rows.jsonl")}, "reference": "ref", "format": "tokens"}
         httpx.post(f"{service.url}/v1/jobs", json=body, headers={"x-request-id": "mine"}).raise_for_status()
         found = [json.loads(line) for line in service.log if line.startswith("{")]

@@ -42,16 +42,18 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(store):
-    with serving("--store", store) as found:
+def url(store, warm_python):
+    with serving("--store", store, warm=warm_python) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def guarded(store, tmp_path_factory):
+def guarded(store, tmp_path_factory, warm_python):
     """A service with tokens and narrow bounds."""
     bounds = {"max_body_bytes": 100_000, "max_lookup_keys": 5_000, "max_answer_bytes": 4_000}
-    with serving("--config", settings_file(tmp_path_factory.mktemp("settings"), store, {}, SCOPED, **bounds)) as found:
+    with serving(
+        "--config", settings_file(tmp_path_factory.mktemp("settings"), store, {}, SCOPED, **bounds), warm=warm_python
+    ) as found:
         yield found
 
 
@@ -102,11 +104,11 @@ def test_json_for_people(url):
     assert [len(values) if values else None for values in answer["token_logps"]] == [5, 5, None, None]
 
 
-def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
+def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path, warm_python):
     table = Store(tmp_path / "store").create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
-    with serving("--store", tmp_path / "store") as url, Client(url) as client:
+    with serving("--store", tmp_path / "store", warm=warm_python) as url, Client(url) as client:
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
         table.append(rows.slice(10))
         compact(table)
@@ -115,11 +117,11 @@ def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
         assert (client.lookup(REFERENCE.reference_id, keys, snapshot=1).lengths > 0).sum() == 10
 
 
-def test_a_log_that_is_mended_while_the_service_runs(tmp_path):
+def test_a_log_that_is_mended_while_the_service_runs(tmp_path, warm_python):
     table = Store(tmp_path / "store").create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
-    with serving("--store", tmp_path / "store") as url, Client(url) as client:
+    with serving("--store", tmp_path / "store", warm=warm_python) as url, Client(url) as client:
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
         table.append(rows.slice(10))
         entry = Path(table.uri) / "_delta_log" / f"{2:020}.json"
@@ -130,13 +132,16 @@ def test_a_log_that_is_mended_while_the_service_runs(tmp_path):
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 20
 
 
-def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder):
+def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder, warm_python):
     from reflogp.store import describe_reference
 
     reference = describe_reference(str(reference_folder), "bfloat16")
     keys, rows = some_rows(0, 5)
     Store(tmp_path / "store").create_table(reference).append(rows)
-    with serving("--store", tmp_path / "store", "--model", f"sft={reference_folder}") as url, Client(url) as client:
+    with (
+        serving("--store", tmp_path / "store", "--model", f"sft={reference_folder}", warm=warm_python) as url,
+        Client(url) as client,
+    ):
         [info] = client.references()
         assert (info.name, info.reference_id) == ("sft", reference.reference_id)
         assert client.lookup("sft", keys).lengths.tolist() == [5] * 5
@@ -154,9 +159,9 @@ def test_health_and_metrics(url):
     assert 'reflogp_request_seconds_count{route="/v1/lookup",status="200"}' in text
 
 
-def test_a_store_that_went_away_is_not_ready(tmp_path):
+def test_a_store_that_went_away_is_not_ready(tmp_path, warm_python):
     Store(tmp_path / "store").create_table(REFERENCE).append(some_rows(0, 5)[1])
-    with serving("--store", tmp_path / "store") as url:
+    with serving("--store", tmp_path / "store", warm=warm_python) as url:
         assert httpx.get(f"{url}/readyz").status_code == 200
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         (tmp_path / "store").write_text("not a folder")
@@ -309,10 +314,10 @@ def test_a_service_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
+def test_the_openapi_document_is_kept(store, tmp_path, reference_folder, warm_python):
     """Requests made up from it, good and bad, by schemathesis: no 5xx, no answer that it does not describe."""
     file = settings_file(tmp_path, store, {"ref": float32(reference_folder)}, SCOPED)
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.worker_ready(token=TOKENS["boss"])
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--checks", "all"]
         options = [
@@ -368,13 +373,13 @@ def test_bad_settings_are_one_sentence(arguments, says):
     assert "Traceback" not in done.stderr
 
 
-def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path):
+def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path, warm_python):
     made = reflogp("token", "trainers", "--scope", "read")
     secret, (_, settings) = made.stdout.strip(), made.stderr.split("[[tokens]]")[0:2]
     assert secret not in made.stderr
     file = tmp_path / "serve.toml"
     file.write_text(f'store = "{store}"\n[[tokens]]{settings}')
-    with serving("--config", file) as url, Client(url, token=secret) as client:
+    with serving("--config", file, warm=warm_python) as url, Client(url, token=secret) as client:
         assert len(client.references()) == 1
 
 

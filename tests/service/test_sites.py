@@ -77,24 +77,26 @@ def remote():
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory, reference_folder, remote):
+def opened(tmp_path_factory, reference_folder, remote, warm_python):
     """A service without tokens."""
     folder = tmp_path_factory.mktemp("opened")
     uris = {"dataset_uris": [f"http://127.0.0.1:{remote}/prefs/"], "access_log": True}
     file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, devices=["cpu"], **uris)
-    with running("--config", file) as service:
+    with running("--config", file, warm=warm_python) as service:
         service.folder = folder
         yield service
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory, reference_folder):
+def guarded(tmp_path_factory, reference_folder, warm_python):
     """A service with tokens and an allowed host."""
     folder = tmp_path_factory.mktemp("guarded")
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
     more = {"devices": ["cpu"], "allowed_hosts": [PROXIED, "*.team.example"]}
     with running(
-        "--config", settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, tokens, **more)
+        "--config",
+        settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, tokens, **more),
+        warm=warm_python,
     ) as service:
         service.worker_ready(token=TOKENS["boss"])
         yield service
@@ -394,20 +396,22 @@ def test_signing_in_again_ends_the_session_before(guarded):
     assert [httpx.get(f"{guarded.url}/v1/jobs", cookies=each).status_code for each in (first, second)] == [401, 200]
 
 
-def test_a_restart_and_a_removed_token_end_sessions(tmp_path):
+def test_a_restart_and_a_removed_token_end_sessions(tmp_path, warm_python):
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, tokens)) as service:
+    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, tokens), warm=warm_python) as service:
         with httpx.Client(base_url=service.url) as client:
             copied = sign_in(client, "reader")
             assert client.get("/v1/jobs").status_code == 200
         port = service.url.rpartition(":")[2]
     del tokens["reader"]
-    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, tokens), "--port", port) as service:
+    with running(
+        "--config", settings_file(tmp_path, tmp_path / "store", {}, tokens), "--port", port, warm=warm_python
+    ) as service:
         assert httpx.get(f"{service.url}/v1/jobs", cookies=copied).status_code == 401
 
 
 @pytest.mark.slow
-def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path):
+def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path, warm_python):
     """Browsers send cookies to every port."""
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
     folders = [tmp_path / name for name in "ab"]
@@ -416,7 +420,7 @@ def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path):
         for folder in folders:
             folder.mkdir()
             file = settings_file(folder, folder / "store", {}, tokens)
-            urls.append(stack.enter_context(running("--config", file)).url)
+            urls.append(stack.enter_context(running("--config", file, warm=warm_python)).url)
         for url in urls:
             form = {"token": TOKENS["reader"]}
             assert browser.post(f"{url}/signin", data=form, headers={"origin": url}).status_code == 303

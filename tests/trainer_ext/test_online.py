@@ -24,6 +24,7 @@ from reflogp.trainer import (
 )
 from tests.conftest import plain_token_logps, save_llama
 from tests.service.serving import Service, float32, running, settings_file
+from tests.service.warm_python import WarmPython
 from tests.trainer_ext import online_run
 from tests.trainer_ext.distributed_run import launch
 from tests.trainer_ext.online_run import MOST_NEW_TOKENS, build, train
@@ -54,12 +55,12 @@ def models(reference_folder, tokenizer, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def service(models, tmp_path_factory):
+def service(models, tmp_path_factory, warm_python):
     place = tmp_path_factory.mktemp("online")
     offered = {name: float32(folder) for name, folder in models.items()}
     offered["half"] = {"model": str(models["ref"]), "dtype": "bfloat16"}
     file = settings_file(place, place / "store", offered, pinned="ref", max_loaded=len(offered))
-    with running("--config", file) as found:
+    with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
         yield found
 
@@ -263,18 +264,18 @@ class TestSchedule:
 
 class TestFailure:
     @pytest.mark.slow
-    def test_a_service_that_restarts_pauses_the_run(self, settings, models, tmp_path, caplog):
+    def test_a_service_that_restarts_pauses_the_run(self, settings, models, tmp_path, caplog, warm_python):
         """Killed in the middle of a run, and started again on its port seconds later."""
         settings |= {"trainer": "online_dpo", "args": {"max_steps": 6}}
         expected = train(build(settings))
-        first = own_service(tmp_path, models["ref"])
+        first = own_service(tmp_path, models["ref"], warm_python)
         trainer = build({**settings, "source": first.url})
         later: list[Service] = []
 
         def restart():
             first.kill()
             time.sleep(1.5)
-            later.append(own_service(tmp_path, models["ref"], port=first.url.rsplit(":", 1)[1]))
+            later.append(own_service(tmp_path, models["ref"], warm_python, port=first.url.rsplit(":", 1)[1]))
 
         def kill_at_step_three(*args, **kwargs):
             if trainer.state.global_step == 3 and not later and not killer.is_alive():
@@ -295,8 +296,8 @@ class TestFailure:
         assert waited > 1.5
         assert waited < 6 or "the step has waited" in caplog.text
 
-    def test_a_service_that_stays_away_ends_the_run_at_the_deadline(self, settings, models, tmp_path):
-        service = own_service(tmp_path, models["ref"])
+    def test_a_service_that_stays_away_ends_the_run_at_the_deadline(self, settings, models, tmp_path, warm_python):
+        service = own_service(tmp_path, models["ref"], warm_python)
         trainer = build({**settings, "source": service.url, "more": {"reference_deadline": 2.0}})
         service.kill()
         began = time.monotonic()
@@ -314,11 +315,11 @@ class TestFailure:
         assert "failed on rank 1 (of 2 processes)" in ranks[0]["words"]
 
     @pytest.mark.slow
-    def test_another_model_under_the_same_name_cannot_slip_in(self, settings, models, tmp_path):
-        service = own_service(tmp_path, models["ref"])
+    def test_another_model_under_the_same_name_cannot_slip_in(self, settings, models, tmp_path, warm_python):
+        service = own_service(tmp_path, models["ref"], warm_python)
         trainer = build({**settings, "source": service.url})
         service.stop()
-        swapped = own_service(tmp_path, models["other"], port=service.url.rsplit(":", 1)[1])
+        swapped = own_service(tmp_path, models["other"], warm_python, port=service.url.rsplit(":", 1)[1])
         try:
             with pytest.raises(ReferenceChangedError, match="no longer serves reference"):
                 trainer.train()
@@ -350,21 +351,21 @@ class TestRefused:
             build({**settings, "trainer": trainer, **change})
 
     @pytest.mark.slow
-    def test_a_head_in_float32_is_agreed(self, settings, models, tmp_path):
+    def test_a_head_in_float32_is_agreed(self, settings, models, tmp_path, warm_python):
         """`cast_lm_head_to_fp32` with a policy in bfloat16: the service has to do the same, and says no where it does not."""
         settings |= {"trainer": "grpo", "dtype": "bfloat16", "args": {"max_steps": 1, "cast_lm_head_to_fp32": True}}
         with pytest.raises(UsageError, match='lm_head_dtype = "float32"'):
             build({**settings, "reference": "half"})
         offered = {"ref": {"model": str(models["ref"]), "dtype": "bfloat16", "lm_head_dtype": "float32"}}
-        with running("--config", settings_file(tmp_path, tmp_path / "store", offered)) as service:
+        with running("--config", settings_file(tmp_path, tmp_path / "store", offered), warm=warm_python) as service:
             assert train(build({**settings, "source": service.url}))["audit"]["verdict"] == "passed"
 
     @pytest.mark.slow
-    def test_float32_weights_under_autocast_are_agreed(self, settings, models, tmp_path):
+    def test_float32_weights_under_autocast_are_agreed(self, settings, models, tmp_path, warm_python):
         """TRL's defaults for a policy that is given by path, at a temperature of its own."""
         settings |= {"trainer": "rloo", "args": {"max_steps": 1, "bf16": True, "temperature": 0.7}}
         offered = {"ref": {"model": str(models["ref"]), "dtype": "bfloat16-autocast"}}
-        with running("--config", settings_file(tmp_path, tmp_path / "store", offered)) as service:
+        with running("--config", settings_file(tmp_path, tmp_path / "store", offered), warm=warm_python) as service:
             audit = train(build({**settings, "source": service.url}))["audit"]
         assert audit["verdict"] == "passed"
         assert audit["step_zero"]["policy_dtype"] == "bfloat16-autocast"
@@ -485,5 +486,6 @@ class TestOwnLoop:
             reference.parameters()
 
 
-def own_service(folder: Path, model: Path, port: str = "0") -> Service:
-    return Service("--config", settings_file(folder, folder / "store", {"ref": float32(model)}, pinned="ref"), "--port", port)
+def own_service(folder: Path, model: Path, warm: WarmPython, port: str = "0") -> Service:
+    file = settings_file(folder, folder / "store", {"ref": float32(model)}, pinned="ref")
+    return Service("--config", file, "--port", port, warm=warm)

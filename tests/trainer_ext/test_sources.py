@@ -28,11 +28,11 @@ def columns(dataset) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def service(reference_folder, tmp_path_factory):
+def service(reference_folder, tmp_path_factory, warm_python):
     """A service that has scored nothing yet."""
     folder = tmp_path_factory.mktemp("service")
     models = {"sft": {"model": str(reference_folder), "dtype": "float32"}}
-    with running("--config", settings_file(folder, folder / "store", models)) as service:
+    with running("--config", settings_file(folder, folder / "store", models), warm=warm_python) as service:
         yield service
 
 
