@@ -67,7 +67,7 @@ def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder
     claim.write_text(describe_reference(str(reference_folder), "bfloat16").to_json())
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", claim)
     assert code == 2
-    assert "--dtype float32: the reference given with --claim has dtype bfloat16; omit the option" in err
+    assert "--dtype float32: the reference given with --claim has dtype bfloat16; omit --dtype" in err
 
 
 def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp_path):

@@ -219,7 +219,7 @@ def test_what_is_no_token_id_is_refused_before_it_is_sent(wrong):
 
 
 def test_score_wants_as_many_prompts_as_completions_and_time():
-    with pytest.raises(UsageError, match="2 prompts but 1 completions"):
+    with pytest.raises(UsageError, match=r"number of completions \(1\) must equal the number of prompts \(2\)"):
         ask([[1], [2]], [[1]])
     for deadline in (0, -1, float("nan")):
         with pytest.raises(UsageError, match="deadline"):
@@ -435,7 +435,7 @@ def test_scores_are_the_models_and_may_be_kept(client, reference_folder):
 
 
 def test_sequences_that_cannot_be_scored_are_named_and_the_others_are_there(client):
-    with pytest.raises(SequencesRefusedError, match=r"1 of 3 sequences have no values \(1: ") as caught:
+    with pytest.raises(SequencesRefusedError, match=r"1 of 3 sequences could not be scored \(index 1: ") as caught:
         client.score("sft", [[5, 6], [5, 1_000_000], [5]], [[7], [8], [9, 10]])
     assert list(caught.value.problems) == [1]
     assert [None if values is None else len(values) for values in caught.value.results] == [1, None, 2]

@@ -246,7 +246,7 @@ def test_arguments_that_would_be_taken_for_others(rows, model, scored, tmp_path)
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_dict({"prompt": []}))
     with pytest.raises(DatasetError, match="split test: "):
         score(model, splits, scored, dtype="float32")
-    with pytest.raises(UsageError, match="one of this dict's splits: train, test"):
+    with pytest.raises(UsageError, match="one of the DatasetDict's splits: train, test"):
         report(model, splits, scored, tmp_path / "report", dtype="float32")
 
 

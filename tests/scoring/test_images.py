@@ -289,7 +289,7 @@ def test_the_layout_of_a_decoder_is_recognized_and_others_are_refused():
     assert "positions" in a_layout(position_ids=torch.arange(8)[None] // 2)[1]
     assert "positions" in a_layout(position_ids=torch.arange(8).expand(3, 1, 8))[1]
     lacking = a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1]
-    assert lacking == "the model's decoder also takes per_layer_inputs, which a pack cannot provide"
+    assert lacking == "the model's decoder takes inputs that a pack cannot provide: per_layer_inputs"
 
 
 def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):

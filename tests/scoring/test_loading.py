@@ -249,7 +249,7 @@ def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(tmp_path, mo
     Gpu(monkeypatch, free=25 * GIB, count=1)
     said = refusal(tmp_path, "float32")
     assert "--dtype bfloat16 (it needs 18." in said
-    assert "--tensor-parallel 2 on a machine with 2 such GPUs (here: 1)" in said
+    assert "--tensor-parallel 2 on a machine with 2 such GPUs (this machine has 1)" in said
     assert "end the other processes that use this memory" in said
     Gpu(monkeypatch, free=25 * GIB, total=26 * GIB)
     assert "end the other processes" not in refusal(tmp_path, "float32")

@@ -140,7 +140,7 @@ def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster,
     )
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
-    with closing(scorer), pytest.raises(EngineError, match=r"each asks for 1 GPU.* has 0 GPUs and 2 CPUs on 2 nodes"):
+    with closing(scorer), pytest.raises(EngineError, match=r"each worker needs 1 GPU.* has 0 GPUs and 2 CPUs on 2 nodes"):
         score_dataset(dataset, Store(tmp_path / "store"), reference, scorer)
     with pytest.raises(UsageError, match="Ray assigns a GPU to each worker"):
         ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))

@@ -92,5 +92,5 @@ def test_what_cannot_be_opened_says_why(tmp_path, name, content, says):
 
 
 def test_a_hub_name_without_a_network_says_so():
-    with pytest.raises(DatasetError, match="neither a local file nor a hub dataset"):
+    with pytest.raises(DatasetError, match="cannot be loaded as a saved dataset or from the hub"):
         RowSource("someone/some-dataset")

@@ -74,7 +74,7 @@ def test_the_workers_log_names_the_request(service):
     assert answer.status_code == 200, answer.text
     wait_until(lambda: lines_about(service, "trace-17"))
     [line] = lines_about(service, "trace-17")
-    assert "reflogp.worker scored 1 sequences, 4 tokens" in line
+    assert "reflogp.worker scored 1 sequence, 4 tokens" in line
 
 
 def test_the_log_leads_from_a_submission_to_its_job(service):

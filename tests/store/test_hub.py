@@ -172,7 +172,7 @@ def test_a_repository_that_appears_meanwhile_is_looked_at(run, server, store, tm
     server.faults = HubFaults(appears={"data/train.parquet": b"PAR1"})
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert "contains other data" in said
+    assert "contains data that reflogp did not push" in said
     server.repositories.pop(NAME)
     server.faults = HubFaults()
     assert run("push", store.uri, "hf://datasets/team/first")[0] == 0
@@ -223,7 +223,7 @@ def test_cards_and_files_of_people_stay(run, server, store):
         ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "cannot contain a file"),
         ('{"files": {}, "reference_id": "a", "rows": Infinity, "snapshot": 1, "card": ""}', "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        (None, "name different references"),
+        (None, "contain different reference ids"),
     ],
 )
 def test_a_repository_of_a_stranger_harms_nothing(content, why, run, server, store, tmp_path):
@@ -298,7 +298,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories["team/data"].commit(other)
     code, said = run("push", store.uri, "hf://datasets/team/data")
     assert code == 2
-    assert "contains other data" in said
+    assert "contains data that reflogp did not push" in said
     code, said = run("pull", store.uri, "hf://datasets/team/data")
     assert code == 2
     assert "was not written by `reflogp store push`" in said
@@ -308,7 +308,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     server.repositories[NAME].commit(files)
     code, said = run("push", store.uri, PLACE)
     assert code == 2
-    assert f"contains reference {'cd' * 16}" in said
+    assert f"contains log-probs of reference {'cd' * 16}" in said
     assert server.files("team/data") == other
 
 

@@ -166,7 +166,7 @@ def test_vacuum_removes_what_a_killed_writer_left_and_spares_what_is_young(table
 
 def test_vacuum_refuses_what_could_hurt_others_and_a_clock_that_went_back(table, monkeypatch):
     table.append(some_rows(0, 10)[1])
-    with pytest.raises(UsageError, match="less than 1 hour"):
+    with pytest.raises(UsageError, match="use at least 1 hour, or 0 hours with --alone"):
         vacuum(table, 0)
     monkeypatch.setattr(compaction_module.time, "time", lambda: 1.7e9)
     with pytest.raises(StoreUnavailableError, match="ahead of this machine's clock"):

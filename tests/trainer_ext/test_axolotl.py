@@ -267,7 +267,7 @@ assert axolotl.train.setup_reference_model(DictDefault({"rl": RLType.DPO}), None
 try:
     StoredReferencePlugin().post_trainer_create(cfg, object())
 except UsageError as error:
-    assert "another plugin created a object" in str(error)
+    assert "another plugin created the trainer (object)" in str(error)
     print("all refused")
 """
     run = {"env": {**environment, "PYTHONPATH": str(FOLDER)}, "capture_output": True, "text": True, "check": False}

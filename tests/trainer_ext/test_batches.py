@@ -64,7 +64,8 @@ def test_an_error_tells_other_tokens_from_another_model(rows, reference, referen
     with pytest.raises(MissingLogpsError, match=r"None of the rows was found\. .* the chat template"):
         BatchReference(source, datasets, tmp_path)
     other = ReferenceSource(source.location, model=str(reference_folder), dtype="bfloat16")
-    with pytest.raises(MissingLogpsError, match=r"\(there are no values of .* in bfloat16: .*; it has: .*\)\. Score them: "):
+    missing = r"\(there are no values of .* in bfloat16: .*; its references: .*\)\. Score them: "
+    with pytest.raises(MissingLogpsError, match=missing):
         BatchReference(other, datasets, tmp_path)
 
 

@@ -123,7 +123,7 @@ class TestBadInput:
     def test_other_rows_on_one_process(self, settings, tmp_path):
         seen = self.errors({**settings, "other_rows_on": [1]}, tmp_path)
         assert [error for error, _ in seen] == ["UsageError", "UsageError"]
-        assert all("process 0 has 80, process 1 has 79" in words for _, words in seen)
+        assert all("process 0 has 80 rows, process 1 has 79 rows" in words for _, words in seen)
 
     def test_rows_that_were_never_scored(self, settings, tmp_path, pair_rows):
         more = write_rows(tmp_path / "more.jsonl", pair_rows[:8] + pair_rows[200:202])

@@ -133,7 +133,7 @@ def test_nothing_scored_yet(llava, dataset, tmp_path):
 
 
 def test_a_length_that_cuts_images_is_refused_before_training(llava, dataset, tmp_path):
-    with pytest.raises(UsageError, match=r"row \d+ of train: max_length=30 truncates the tokens of the row's images"):
+    with pytest.raises(UsageError, match=r"row \d+ of train: max_length=30 would cut off tokens of the row's images"):
         trainer(llava, dataset, tmp_path, max_length=30)
 
 

@@ -228,7 +228,7 @@ def test_a_folder_without_an_image_processor_scores_text_alone(idefics3, tmp_pat
     engine = load(tmp_path)
     try:
         sequences = engine_sequences(folder, [pair("what is it?", [picture(1)]), pair("no picture", [])])
-        assert "image processor in the model's folder" in engine.problems(sequences)[0]
+        assert "image processor that vLLM needs for images is missing" in engine.problems(sequences)[0]
         assert largest(engine.score(sequences[2:]), folder, [pair("no picture", [])]) <= NEAR
     finally:
         engine.close()

@@ -54,8 +54,7 @@ class WatchInterruptedError(ReflogpError):
 class SafeConsole(Console):
     """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Markup in text is interpreted only if `markup=True` is given. If such text contains untrusted names, pass these names
-    through rich's `escape`.
+    Rich markup is interpreted only with `markup=True`. In text with markup, pass untrusted names through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -80,7 +79,7 @@ def missing_extra(extra: str, error: ImportError) -> ReflogpError:
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows are dropped because their prompts fill --max-length. This is no error: TRL drops them too."""
+    """Print how many rows are dropped because their prompts fill --max-length. TRL also drops these rows."""
     if rows:
         err.print(f"dropped {counted(rows, 'row')}, as TRL does, because the prompt alone fills --max-length", style="yellow")
 
@@ -112,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with the rate and the time left. `report` prints the first few bad rows and rows with notes."""
+    """A progress bar with the rate and the time left. `report` prints the first skipped rows and the first rows with notes."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -150,7 +149,7 @@ class Bar(ProgressCallbacks):
 
 
 class _Rows:
-    """A list of row numbers, each with a message. All rows are counted, but only the first few are stored, for printing."""
+    """Row numbers, each with a message. `add` counts every row, but keeps only the first few for `print`."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
@@ -174,7 +173,7 @@ class _Rows:
 
 @contextmanager
 def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, print the result of `line` on stderr every 30 seconds. If stderr is a terminal, print nothing."""
+    """Print the result of `line` on stderr every 30 seconds while the block runs, unless stderr is a terminal."""
     if err.is_terminal:
         yield
         return
@@ -195,7 +194,7 @@ def lines_of(line: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """Show a progress bar on stderr while the block runs. If stderr is not a terminal, print the counts every 30 seconds."""
+    """Show progress on stderr while the block runs: a bar if stderr is a terminal, otherwise a line every 30 seconds."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

@@ -1,4 +1,4 @@
-"""`reflogp demo`: score example data twice, train on the joined values and plot them, all without a network.
+"""`reflogp demo`: score example data twice, train on the stored values and plot them, all without a network.
 
 The demo performs the steps that a user would perform, in the same order.
 """
@@ -95,9 +95,7 @@ def demo(
         f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
         f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
-    out.print(
-        f"   language models that ran during training: {len(ran)} (including the policy; reference models: {len(ran) - 1})"
-    )
+    out.print(f"   language models that ran during training: {len(ran)} (the policy and {len(ran) - 1} reference models)")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     few = max(1, len(losses) // 5)
     first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
@@ -107,8 +105,8 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. The audit's results, and where the values came from, are in "
-        f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
+        f"Done in {time.monotonic() - started:.0f} s. The results of the trainer's checks, and the store, reference and "
+        f"snapshot of the values, are in {(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 
 
@@ -139,7 +137,9 @@ def _build(folder: Path, source: Any) -> None:
             chosen = [{"role": "assistant", "content": chosen}]
         conversations.append(prompt + chosen)
     if not conversations:
-        raise UsageError(f"{source.name} has no usable preference pairs to build a demo model from")
+        raise UsageError(
+            f"{source.name} has no usable preference pairs to build a demo model from; pass other data with --data"
+        )
     with progress_bar("training steps") as bar:
         bar.begin(STEPS)
         parameters = build_model(folder, conversations, steps=STEPS, advance=bar.advance)

@@ -1,7 +1,7 @@
 """Build a small reference model for the demo and for tests, without a network.
 
-The tokenizer is trained on the given texts. The model is a Llama with a few million parameters, trained just long enough that
-its log-probs are not random.
+The tokenizer and the model are trained on the caller's conversations. The model is a Llama with a few million parameters,
+trained just long enough that its log-probs are not random.
 """
 
 from __future__ import annotations

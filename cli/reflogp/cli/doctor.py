@@ -50,7 +50,10 @@ class Finding:
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also check whether this model can be used for scoring on this machine.", metavar="MODEL")
+        str | None,
+        typer.Option(
+            help="Also check whether this model's files are complete and its weights fit on one device.", metavar="MODEL"
+        ),
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="Also check whether this store can be read and written.", metavar="URI")
@@ -61,8 +64,8 @@ def doctor(
 ) -> None:
     """Check the installation, and say how to fix problems or install what is missing.
 
-    This command does not load a model. It writes a probe file to the store and removes it again, and changes nothing else. The
-    exit code is 1 if something is broken.
+    This command does not load a model. With --store, it writes a small file for each reference in the store and deletes it
+    again; it changes nothing else. The exit code is 1 if something is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -229,7 +232,11 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
         yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
         return
     if health.status_code != 200:
-        yield Finding("service", "broken", f"{url} returned status {health.status_code}; is it a reflogp service?")
+        yield Finding(
+            "service",
+            "broken",
+            f"{url} returned status {health.status_code} for /healthz; check that --url is the address of a reflogp service",
+        )
     elif answer.status_code in (401, 403):
         said = f"{url} does not accept the token" if token else f"{url} requires a token"
         yield Finding("service", "broken", said, "pass --token, or set REFLOGP_TOKEN; `reflogp token` creates a token")

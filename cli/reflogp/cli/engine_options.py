@@ -21,14 +21,16 @@ Engine = Annotated[
 ]
 StrictEngine = Annotated[
     bool,
-    typer.Option("--strict-engine", help="Fail if the store has values for this dataset from an engine other than --engine."),
+    typer.Option(
+        "--strict-engine", help="Fail if an engine other than --engine computed any of the store's values for this dataset."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="Device to score on: `auto`, `cpu`, `cuda`, `cuda:1`, … Default: `auto`.")]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Spread the dataset over several devices of this machine, with one process per device. Give `all` or a list "
-        "such as `cuda:0,cuda:1` or `cpu,cpu`. With --tensor-parallel N, each engine uses N of the GPUs.",
+        help="Spread the dataset over several devices of this machine: one process per device, or per N GPUs with "
+        "--tensor-parallel N. Give `all` or a list such as `cuda:0,cuda:1` or `cpu,cpu`.",
         metavar="all|NAME,…",
     ),
 ]
@@ -84,7 +86,8 @@ Claim = Annotated[
     str | None,
     typer.Option(
         help="If MODEL contains no weights: the reference whose model the server runs, given as an id in the store or a file "
-        "written by `reflogp reference`. Its dtype is used. Without weights, reflogp cannot check the server's values.",
+        "written by `reflogp reference`. The dtype is taken from this reference. Without weights, reflogp cannot "
+        "check the server's values.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),
@@ -136,9 +139,9 @@ def engine_choice(
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference that --claim names: an id in the store, or a file written by `reflogp reference`.
+    """Return the reference with the id `claim` in the store, or read it from the file `claim` (written by `reflogp reference`).
 
-    Raises UsageError if `claim` is neither such an id nor such a file.
+    Raises UsageError if the store has no reference with this id, or if the file is not valid.
     """
     file = Path(claim).expanduser()
     if not file.is_file():

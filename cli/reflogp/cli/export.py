@@ -53,24 +53,25 @@ def export(
     loss_type: Annotated[
         LossType | None,
         typer.Option(
-            help="open-instruct: the training run's --loss_type. dpo and wpo use sums; dpo_norm uses means over tokens."
+            help="open-instruct: the training run's --loss_type. dpo and wpo use each completion's log-prob sum; "
+            "dpo_norm uses the mean over its tokens."
         ),
     ] = None,
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="megatron-bridge: JSON file with the metadata that the training run expects in scoring_metadata.json: the "
-            "return value of Megatron-Bridge's expected_scoring_metadata(config)."
+            help="megatron-bridge: JSON file with the fields of Megatron-Bridge's expected_scoring_metadata(config). "
+            "The training run compares these fields with scoring_metadata.json."
         ),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
-    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, score and join
-    a dataset of token ids (prompt_ids, chosen_ids, rejected_ids) that the stack itself produced. Its rows must be in the order
-    of the stack's training dataset. Every row needs values. If some rows have no values, this command lists these rows, writes
-    nothing, and exits with code 3.
+    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, tokenize the
+    pairs with the stack itself. Then score and join a dataset of these token ids (prompt_ids, chosen_ids, rejected_ids) with
+    its rows in the order of the stack's training dataset. Every row needs values. If some rows have no values, this command
+    lists these rows, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 

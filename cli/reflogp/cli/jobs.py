@@ -128,7 +128,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a completed job's values: the keys and reference log-probs of each row, or the reason why the row has none.
+    """Save a completed job's result: each row's reference log-probs and sequence keys, or the reason why it has no values.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -280,7 +280,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table as wide as the terminal. If stdout is not a terminal, print each row on a single line."""
+    """Print a table so that it fits the terminal. If stdout is not a terminal, print each row on a single line."""
     if out.is_terminal:
         out.print(table)
         return
@@ -314,5 +314,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(text: object) -> Text:
-    """Return untrusted text for a table cell, with unsafe characters escaped."""
+    """Return a table cell for untrusted text, with control and invisible characters escaped."""
     return Text(visible(str(text or "")))

@@ -45,7 +45,7 @@ def join(
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         skipped = counted(summary.missing, "row")
-        err.print(f"skipped {skipped} without values in snapshot {summary.snapshot}: {named}", style="yellow")
+        err.print(f"skipped {skipped} without values in snapshot {summary.snapshot} (row numbers: {named})", style="yellow")
         err.print(f"score them: {arguments.command()}", markup=False)
     if as_json:
         print_json(summary.as_dict())

@@ -86,9 +86,10 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _run() -> tuple[int, str | None]:
-    """Run the command line, and print the error if it fails.
+    """Run the command given in sys.argv and, if it fails, print its error.
 
-    Usage errors are printed in typer's format, with control characters in quoted text escaped.
+    Errors that typer itself raises, such as one for an unknown option, are printed in typer's format, with control characters
+    escaped.
 
     Returns:
         The exit code and the error's message; the message is None if there was no error.

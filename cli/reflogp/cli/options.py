@@ -40,7 +40,7 @@ StoreDtype = Annotated[
 ]
 LmHeadDtype = Annotated[
     str | None,
-    typer.Option(help="Dtype of the logits: float32, or by default the model's compute dtype. Part of the reference id."),
+    typer.Option(help="Dtype of the logits: float32. Default: the model's compute dtype. Part of the reference id."),
 ]
 MaxLength = Annotated[
     int | None,
@@ -85,13 +85,13 @@ ChatTemplate = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modeling code that comes with the checkpoint. Off by default.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the summary, or the error, as one JSON object on the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
     """Wrap a command for Typer: the wrapper takes the options of `_score_arguments`, and passes them on as ScoreArguments.
 
-    In `--help`, required options come first, then the shared options, then the command's own options.
+    In `--help`, required parameters come first, then the optional ones of `_score_arguments`, then those of the command itself.
     """
     shared = inspect.signature(_score_arguments, eval_str=True).parameters
     _, *own = inspect.signature(command, eval_str=True).parameters.values()

@@ -21,9 +21,9 @@ def reference(
 ) -> None:
     """Print how a store identifies a reference model: its id, and the content and numerics that determine the id, as JSON.
 
-    This command hashes the weights, but does not load the model. If the weights of a vLLM server are on another machine, run
-    this command there and save its output. `reflogp score --engine remote --claim FILE` then stores values under the correct
-    id.
+    This command hashes the weights, but does not load the model. If a vLLM server's weights are not on the machine on which you
+    run `reflogp score --engine remote`, run this command on a machine that has them, save its output, and pass that file to
+    `reflogp score` with --claim. The values are then stored under the correct id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """

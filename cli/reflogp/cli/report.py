@@ -20,7 +20,9 @@ def report(
     output: Annotated[
         str,
         typer.Option(
-            "--output", "-o", help="Folder to write to: a new folder, or the folder of an earlier report, which is replaced."
+            "--output",
+            "-o",
+            help="Folder to write to: a new folder, or the folder of an earlier report, to replace that report.",
         ),
     ],
     snapshot: options.SnapshotNumber = None,
@@ -29,9 +31,9 @@ def report(
     """Write an HTML report, with PNG charts, on whether a scored dataset is suitable for training with this reference.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
-    are colored by log-prob. The page also shows what percentages of rows and completion tokens each max_length would cut, and
-    which rows have no values. This command does not load the model: it uses the tokenizer in the model's folder and the values
-    in the store. The exit code is 3 if some rows have no values.
+    are colored by log-prob. The page also shows, for several values of max_length, what percentages of the rows and of the
+    completion tokens would be cut, and lists rows without values. This command does not load the model: it uses the tokenizer
+    in the model's folder and the values in the store. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
@@ -47,7 +49,7 @@ def report(
     print_left_out(summary, at)
     if summary.missing:
         err.print(
-            f"{counted(summary.missing, 'row')} without values in snapshot {summary.snapshot}; to add the values: {command}",
+            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')}; to add the values: {command}",
         )
     if as_json:
         print_json(summary.as_dict())
@@ -56,7 +58,8 @@ def report(
             if finding["kind"] in ("fix", "check"):
                 out.print(f"{finding['kind']}: {finding['text']}")
         out.print(
-            f"{summary.output} ({summary.with_values:,} of {summary.rows:,} rows with values, snapshot {summary.snapshot})"
+            f"report written to {summary.output} ({summary.with_values:,} of {summary.rows:,} rows have values; "
+            f"snapshot {summary.snapshot})"
         )
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)

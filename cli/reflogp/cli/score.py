@@ -26,8 +26,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 class ScoreCommand(TyperCommand):
     """The `score` command.
 
-    The option --ray may be given without an address. If the next argument is something else (for example, a model), it is not
-    taken as the value of --ray.
+    The option --ray may be given without an address: the next argument is taken as its value only if it looks like an address.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -100,7 +99,10 @@ def score(
         raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
     if devices is not None and (device is not None or ray is not None or engine == "remote"):
         other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
-        raise UsageError(f"--devices starts a worker on each device of this machine; it cannot be combined with {other}")
+        raise UsageError(
+            f"--devices starts one worker per device on this machine, so it cannot be combined with {other}; omit one of "
+            "the two"
+        )
     if ray_workers is not None and ray is None:
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
@@ -152,16 +154,17 @@ def _require_weights(model: str, revision: str | None) -> None:
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
-        raise UsageError(f"{error}; if the weights are on another machine, name the reference with --claim") from error
+        raise UsageError(f"{error}; if the weights are on another machine, name the reference with --claim ID|FILE") from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
-    """Raise UsageError if --dtype or --lm-head-dtype was given and differs from the claimed reference's dtype."""
+    """Raise UsageError if --dtype or --lm-head-dtype was given and contradicts the claimed reference."""
     for name in ("dtype", "lm_head_dtype"):
         origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
         if given != claimed and origin is not None and origin.name == "COMMANDLINE":
             raise UsageError(
-                f"--{name.replace('_', '-')} {given}: the reference given with --claim has {name} {claimed}; omit the option"
+                f"--{name.replace('_', '-')} {given}: the reference given with --claim has {name} {claimed}; omit "
+                f"--{name.replace('_', '-')}"
             )
 
 
@@ -184,7 +187,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """Connect to a Ray cluster for the duration of the block.
+    """Connect to a Ray cluster for the duration of the `with` block.
 
     Yield the engine choice for the cluster's workers; see `on_workers`.
     """

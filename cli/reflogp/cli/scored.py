@@ -41,7 +41,7 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Return a dataset and the snapshot that contains its values, without loading the model.
+    """Return a dataset and the snapshot that contains its values. The model is not loaded.
 
     Args:
         arguments: the arguments with which the dataset was scored.

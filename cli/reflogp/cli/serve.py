@@ -25,13 +25,13 @@ def serve(
         typer.Option(
             "--devices",
             "--device",
-            help="Devices to use, each with its own worker: all, auto, or a list such as cuda:0,cuda:1; repeatable. Default: "
-            "all.",
+            help="Devices to use, each with its own worker: all (every GPU, or the CPU if there is no GPU), auto (a single "
+            "device), or a list such as cuda:0,cuda:1; repeatable. Default: all.",
             metavar="all|NAME,…",
         ),
     ] = None,
     pin: Annotated[
-        str | None, typer.Option(help="Name of a model that is loaded at startup and kept in memory.", metavar="NAME")
+        str | None, typer.Option(help="Name of the model to load at startup and keep in memory.", metavar="NAME")
     ] = None,
     state: Annotated[
         str | None,
@@ -43,7 +43,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:
-    """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
+    """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. Its page /docs lists every route.
 
     Unfinished jobs continue when the service is restarted. Without tokens, the service listens only on loopback. `reflogp token
     NAME` creates a token for the settings file. For TLS, run a proxy in front of the service.
@@ -62,7 +62,7 @@ def serve(
             raise UsageError(f"--model {entry}: use the form NAME=PATH")
         references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
     if dtype and not references:
-        raise UsageError("--dtype requires --model; in the settings file, each reference has its own dtype")
+        raise UsageError("--dtype requires --model; for the references in a settings file, set dtype in that file")
     flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
     devices = [name.strip() for entry in device or [] for name in entry.split(",")]
     settings = read_settings(config, references=references or None, devices=devices or None, **flags)
@@ -80,10 +80,9 @@ def token(
         list[str] | None, typer.Option(help="Scope of the token: read, score or admin; repeatable. Default: read, score.")
     ] = None,
 ) -> None:
-    """Create a bearer token.
+    """Create a bearer token, and print it with the lines to add to the settings file.
 
-    The token is printed only once. This command then prints lines for the settings file, which contain the token's digest
-    instead of the token.
+    These lines contain only the token's digest, so the token cannot be shown again.
     """
     try:
         from reflogp.service.auth import new_token

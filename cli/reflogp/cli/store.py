@@ -81,15 +81,15 @@ def verify_(
         bool,
         typer.Option(
             "--repair",
-            help="Drop damaged shards and repair the log. No other process should write to the store at the same time.",
+            help="Drop damaged shards and repair the log. No other process should write to the store during the repair.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read every log entry and every page of every shard, verify checksums and rows, and list damaged files.
 
-    The exit code is 1 if there is damage and --repair was not given. --repair removes only damaged shards from the table; the
-    next `reflogp score` scores their rows again.
+    The exit code is 1 if there is damage and --repair was not given. --repair repairs the log and drops the damaged shards; the
+    next `reflogp score` with the same data scores the dropped rows again.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -105,7 +105,8 @@ def verify_(
             table_now = repair(table, found)
             rows_now = table_now.totals()[1]
             err.print(
-                f"repaired {name}: {rows_now:,} rows in snapshot {table_now.snapshot_number()}; score the dropped rows again"
+                f"repaired {name}: snapshot {table_now.snapshot_number()} has {counted(rows_now, 'row')}; "
+                "run `reflogp score` to score the dropped rows again"
             )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
@@ -116,17 +117,17 @@ def verify_(
     elif not damaged:
         out.print(f"{store.uri}: every log entry and every shard is intact")
     if damaged and not repaired:
-        err.print("--repair drops the damaged shards; the next `reflogp score` scores their rows again")
+        err.print("--repair repairs the log and drops the damaged shards; the next `reflogp score` scores their rows again")
         raise typer.Exit(EXIT_FAILED)
     tables.exit_if_failed()
 
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into larger ones that are sorted by key and contain each key only once.
+    """Merge shards into larger ones, sort their rows by key, and drop duplicate keys.
 
-    Other processes may read and write at the same time. Scoring merges small shards automatically; this command compacts the
-    whole table. The replaced shards remain until `reflogp store vacuum` deletes them.
+    Other processes may use the store during the compaction. Scoring automatically merges small shards; this command merges
+    shards of all sizes. The replaced shards remain until `reflogp store vacuum` deletes them.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -166,10 +167,9 @@ def vacuum_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete shards replaced by compaction, and files left behind by crashed writers, after the retention period.
+    """Delete shards that compaction has replaced, and files of crashed writers, if they are older than the retention period.
 
-    Snapshots that need a deleted shard can no longer be read. An attempt to read such a snapshot fails with an error that
-    explains why.
+    Snapshots that need a deleted shard can no longer be read: an attempt fails with an error that explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -191,7 +191,7 @@ def export(
     uri: Uri,
     folder: Annotated[str, typer.Argument(help="New folder to write to.", metavar="FOLDER")],
     reference: ReferenceId = None,
-    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to read. Default: the latest.")] = None,
+    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to export. Default: the latest.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export one reference's log-probs for sharing, as plain Parquet with a README.
@@ -232,13 +232,16 @@ def push(
         str, typer.Argument(help="Dataset repository: hf://datasets/ORGANISATION/NAME.", metavar="REPOSITORY")
     ],
     reference: ReferenceId = None,
-    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to read. Default: the latest.")] = None,
+    snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to push. Default: the latest.")] = None,
     public: Annotated[
         bool, typer.Option("--public", help="If the repository is new, make it public. Default: private.")
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Push even if the repository is damaged or contains rows that are not in the snapshot."),
+        typer.Option(
+            "--replace",
+            help="Overwrite the repository's log-probs, even if it is damaged or contains rows that are not in the snapshot.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -271,8 +274,8 @@ def pull_(
 ) -> None:
     """Add the log-probs in a dataset repository on the Hugging Face Hub to a store.
 
-    Digests and rows are checked before any row is added. Values already in the store are not replaced. If a pull is
-    interrupted, run it again. Files that were already downloaded are not downloaded again.
+    The files' digests and all rows are checked before any row is added. Values already in the store are not replaced. If a pull
+    is interrupted, run it again. Files that were already downloaded are not downloaded again.
 
     Example: reflogp store pull ./logps hf://datasets/team/sft-logps
     """
@@ -286,7 +289,10 @@ def _print_imported(store: Store, done: Imported, as_json: bool) -> None:
     if as_json:
         print_json({"store": store.uri, **asdict(done)})
     else:
-        out.print(f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of {done.reference_id}")
+        out.print(
+            f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of reference {done.reference_id} "
+            "contains all of them"
+        )
 
 
 def _size(count: int) -> str:
@@ -296,10 +302,8 @@ def _size(count: int) -> str:
 class _Tables:
     """The tables of all references in a store or, if `reference` is given, of the reference whose id starts with it.
 
-    If there are several tables and one of them fails in `each`, `each` prints the error and skips this table.
-
     Attributes:
-        failed: the error message of each table that was skipped, by reference id.
+        failed: the error messages of the tables for which `each` printed an error and continued, by reference id.
     """
 
     def __init__(self, store: Store, reference: str | None) -> None:
@@ -317,12 +321,14 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: something that
-        can contain only one reference, such as "an export".
+        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: what would
+        contain the reference, such as "an export".
         """
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
-            raise UsageError(f"{holder} can contain only one reference; choose one with --reference. The store has: {names}")
+            raise UsageError(
+                f"{holder} must contain exactly one reference; choose one with --reference. The store has: {names}"
+            )
         return self._store.table(self.references[0].reference_id)
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:

@@ -25,8 +25,8 @@ def submit(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset: a local file, which is uploaded (JSON Lines, JSON, CSV, Parquet or Arrow; may be .gz); the name of "
-            "a dataset on the Hub (ORGANISATION/NAME) or a URI, which the service fetches if its settings allow it (https://, "
+            help="Dataset: a local file to upload (JSON Lines, JSON, CSV, Parquet or Arrow; may be .gz); if the service's "
+            "settings allow it to download datasets, the name of a dataset on the Hub (ORGANISATION/NAME) or a URI (https://, "
             "s3://, hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); or, with --on-service, a path on "
             "the service's machine.",
             metavar="DATA",
@@ -72,8 +72,8 @@ def submit(
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Key of your choice that identifies the job. By default, the data and settings identify it, so submitting "
-            "them again returns the same job.",
+            help="Key of your choice that identifies the job. Without a key, submitting the same data and settings again "
+            "returns the same job.",
             metavar="KEY",
         ),
     ] = None,
@@ -82,8 +82,8 @@ def submit(
 ) -> None:
     """Have a service score a dataset with a reference model. The job continues after this command ends.
 
-    Submitting the same data and settings again returns the same job, without uploading the data again. Exit codes: 0 done (or
-    queued or running, without --watch), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
+    Submitting the same data and settings again returns the same job, without uploading the data again. Exit codes: 0 done (or,
+    without --watch or --output, queued or running), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
 
     Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
     """

@@ -37,10 +37,10 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run without tokens; its
-            clients then need none.
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connection attempts time out after at
-            most 5 seconds.
+        token: bearer token, or None to use $REFLOGP_TOKEN. Not needed if the service has no tokens in its settings
+            (it then listens only on loopback).
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds (10 minutes in `score`). Connection
+            attempts time out after at most 5 seconds.
 
     Methods raise ServiceError and its subclasses (reflogp.client.errors). If the connection fails or the service is busy,
     requests that are safe to repeat are retried with increasing pauses.
@@ -78,14 +78,14 @@ class Client:
         Args:
             reference: name or id of the reference.
             keys: n keys of 16 bytes each, from `reflogp.store.sequence_keys`.
-            values: whether to return token_logps too.
+            values: whether to return the log-probs themselves too, as token_logps.
             snapshot: number of the snapshot, or None for the latest.
 
         Returns:
-            A Lookup with lengths, sums and, if requested, values, in the order of the keys.
+            A Lookup with lengths, sums and, if requested, token_logps, in the order of the keys.
 
         Raises:
-            UsageError: `keys` contains something that is not a key.
+            UsageError: `keys` contains a value that is not 16 bytes long.
             RequestRefusedError: the service has no such reference or snapshot.
         """
         return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
@@ -115,8 +115,8 @@ class Client:
             cache_read: whether to use stored values and compute only the missing ones.
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. A slow connection can make the call take longer. If `deadline` is None, the
-                client waits up to 10 minutes (or up to its own `timeout`) for each response.
+                and retries with their pauses. On a slow connection, the call can take longer than that. If `deadline` is None,
+                the client waits for each response up to its own `timeout` or, if that is also None, up to 10 minutes.
             attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
                 padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding tokens in
                 completions get values too. The values of such sequences are never looked up in the store or written to it.
@@ -128,7 +128,8 @@ class Client:
             SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
             ServiceBusyError: the queue was full at every attempt.
-            UsageError: prompts and completions are not lists of token ids, or differ in number.
+            UsageError: prompts, completions or attention masks are not lists of integers, or differ in number; or `deadline` is
+                not positive.
         """
         table = scoring.sequences(prompts, completions, attention_masks)
         plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
@@ -137,13 +138,13 @@ class Client:
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
         """Upload a dataset file without loading all of it into memory.
 
-        If the service already has the same file under this name, the file is not sent again.
+        The file is not sent if the service already has the same file under the same name.
 
         Args:
             path: a file whose suffix shows its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
                 .lz4), .parquet or .arrow.
-            name: name of the file on the service, with such a suffix. The default consists of the first characters of the
-                file's digest and the file's own name, so that different files with the same name do not replace each other.
+            name: name of the file on the service, with one of these suffixes. Default: the first characters of the file's
+                digest and the file's own name, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
@@ -165,8 +166,9 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        If the job is done but its data may have changed since (the dataset is on the Hub or at a URI, or its rows refer to
-        image files), a new job is created, unless both submissions have the same `idempotency_key`.
+        A failed or cancelled job is queued again. If the earlier job is done but the data may have changed since then (because
+        the dataset is on the Hub or at a URI, or its rows refer to image files), the service creates a new job, unless both
+        submissions have the same `idempotency_key`.
 
         Args:
             dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
@@ -180,7 +182,7 @@ class Client:
             The job in its current state.
 
         Raises:
-            UsageError: the file does not exist, or is a folder.
+            UsageError: `dataset` is the path of a file that cannot be uploaded (see `upload`).
             TypeError: `settings` contains a name that is not a job setting.
         """
         jobs.check_settings(settings)
@@ -205,8 +207,8 @@ class Client:
 
         Args:
             state: return only jobs in this state.
-            before: id of a job; only jobs that are older than that job are returned. To get the next page, pass the
-                `next_before` of the current page.
+            before: return only jobs that are older than the job with this id. To get the next page, pass the `next_before` of
+                the current page.
             limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
@@ -379,9 +381,9 @@ class AsyncClient:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. A service that listens only on loopback can run without tokens; its
-            clients then need none.
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds.
+        token: bearer token, or None to use $REFLOGP_TOKEN. Not needed if the service has no tokens in its settings
+            (it then listens only on loopback).
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds (10 minutes in `score`).
 
     Examples:
         >>> import asyncio
@@ -430,7 +432,7 @@ class AsyncClient:
         return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """See Client.upload. `progress` is called in a thread other than the event loop's."""
+        """See Client.upload. `progress` may be called in a worker thread instead of the event loop's thread."""
         return await self._run(jobs.upload_plan(await asyncio.to_thread(files.local_file, path, name, progress)))
 
     async def submit(

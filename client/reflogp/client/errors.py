@@ -7,7 +7,7 @@ ReflogpError (reflogp.store.errors)
     ├── DeadlineExceededError     not completed within the caller's deadline or timeout
     ├── ServiceBusyError          429 or 503, after the retries
     ├── NotAllowedError           401 or 403
-    ├── RequestRefusedError       any other 4xx: the request is invalid
+    ├── RequestRefusedError       any other 4xx, for example for an invalid request or an unknown job
     ├── ServiceFailedError        any other 5xx, or a response that cannot be read
     ├── SequencesRefusedError     some sequences could not be scored; contains the values of the others
     └── JobFailedError            a job failed or was cancelled
@@ -36,21 +36,21 @@ class RowsWithoutValuesError(ReflogpError):
     """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: why each of these rows has no values ("" if the file gives no reason), by row number, in ascending order.
+        reasons: why each row without values has none ("" if unknown), by row number, in ascending order.
         rows: number of rows in the dataset.
     """
 
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
         super().__init__(
             f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
-            "for every row of the dataset: score the missing rows or remove them from the dataset, then write the file again"
+            "for every row of the dataset: score these rows or remove them from the dataset, then write the file again"
         )
         self.reasons = dict(sorted(reasons.items()))
         self.rows = rows
 
 
 def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """List the numbers of the first few rows in one phrase, each followed by its reason if there is one."""
+    """Return a phrase that lists the first rows with their reasons, if known, such as "rows 4 (too long), 5, 9"."""
     numbers = sorted(map(int, rows))
     told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
@@ -62,7 +62,7 @@ class ServiceError(ReflogpError):
 
     Attributes:
         status: HTTP status, or None if there was no response.
-        next_step: what the user can do next, as suggested by the service.
+        next_step: what the service tells the user to do next, or "".
     """
 
     def __init__(self, message: str, status: int | None = None, next_step: str = "") -> None:
@@ -76,7 +76,10 @@ class ServiceUnreachableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The request was not completed within the caller's `deadline` or `timeout` (status 504 if the service reports this)."""
+    """The caller's `deadline` or `timeout` passed before the request was completed.
+
+    `status` is 504 if the service reported this, otherwise None.
+    """
 
 
 class ServiceBusyError(ServiceError):
@@ -88,25 +91,25 @@ class NotAllowedError(ServiceError):
 
 
 class RequestRefusedError(ServiceError):
-    """The request is invalid (any other 4xx status)."""
+    """The request is invalid (any 4xx status except 401, 403 and 429)."""
 
 
 class ServiceFailedError(ServiceError):
-    """The service failed (any other 5xx status), or its response cannot be read."""
+    """The service failed (any 5xx status except 503 and 504), or its response cannot be read."""
 
 
 class SequencesRefusedError(ServiceError):
-    """Some sequences could not be scored, but the others were.
+    """Some sequences of a request could not be scored; the error contains the values of all the others.
 
     Attributes:
-        problems: why each of these sequences could not be scored, by the sequence's index in the request.
-        results: float32 arrays in the order of the request, with None for each sequence that has a problem.
+        problems: dict from the index of a sequence in the request to the reason why it could not be scored.
+        results: the values of all sequences as float32 arrays, in the order of the request; None for sequences in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:
-        told = "; ".join(f"{position}: {problem}" for position, problem in list(problems.items())[:_TOLD])
+        told = "; ".join(f"index {position}: {problem}" for position, problem in list(problems.items())[:_TOLD])
         more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
-        super().__init__(f"{len(problems)} of {len(results)} sequences have no values ({told}{more})")
+        super().__init__(f"{len(problems)} of {len(results)} sequences could not be scored ({told}{more})")
         self.problems = problems
         self.results = results
 

@@ -80,8 +80,8 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        If the timeout has expired, raises the error of the last attempt to read the stream, or DeadlineExceededError if that
-        attempt did not fail.
+        After the timeout, raises DeadlineExceededError if no attempt has failed since the last state of the job was received,
+        otherwise the error of the last failed attempt.
         """
         self._check_time()
         self._parser = EventParser()
@@ -89,10 +89,9 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the new states of the job that a chunk of the stream reports, one for each change.
+        """Return the job's states from a chunk of the stream, without those that equal the state before them.
 
-        Raises ServiceFailedError if an event cannot be read. If the timeout has expired, raises the error of the last attempt
-        to read the stream, or DeadlineExceededError if that attempt did not fail.
+        Raises ServiceFailedError if an event cannot be read. After the timeout, raises an error as `call` does.
         """
         self._heard_at = time.monotonic()
         changes = []
@@ -117,7 +116,8 @@ class Following:
         """Return the number of seconds to wait before the stream is reopened.
 
         `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises an error
-        if the service refused the request, was never reached, or has not responded for too long.
+        if the service refused the request, if TRIES attempts received no state of the job, if nothing has arrived for _AWAY
+        seconds, or, as `call` does, after the timeout.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

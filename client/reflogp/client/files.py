@@ -1,4 +1,4 @@
-"""Read files for uploads, and prepare output files for downloads, using bounded memory."""
+"""Read files for uploads chunk by chunk, and prepare output files for downloads."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class LocalFile:
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Return a file to upload, with its size and its digest, for which the whole file is read.
+    """Read a whole file to compute its size and digest, and return it as a LocalFile to upload.
 
     Args:
-        name: name under which a service will keep the file. The default consists of the first characters of the file's digest
-            and the file's own name, so that different files with the same name do not replace each other.
+        name: name under which a service will keep the file. By default, the first 12 digits of the file's digest, a hyphen and
+            the file's own name, so that different files with the same name do not replace each other.
 
     Raises:
         UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset file.
@@ -90,8 +90,8 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
         raise UsageError(f"{path}: no such file on this machine{elsewhere}")
     if not is_dataset_name(name or found.name):
         raise UsageError(
-            f"{name or found.name}: the name of a dataset file must end in .jsonl, .json, .csv (also compressed, such as "
-            ".csv.gz), .parquet or .arrow"
+            f"{name or found.name}: the name of a dataset file must end in .parquet, .arrow, .jsonl, .json or .csv; "
+            "the last three can be compressed (such as .csv.gz)"
         )
     try:
         with found.open("rb") as file:

@@ -106,8 +106,8 @@ def submit_call(
 ) -> protocol.Call:
     """Return the request that submits a job.
 
-    The request is safe to repeat: the service identifies a job by its key or, without a key, by its reference, its settings
-    and its dataset's content or URI.
+    The request is safe to repeat: the service recognizes the job by `idempotency_key` or, if that is None, by its reference,
+    its settings, and its dataset's content or URI.
     """
     where: dict[str, str]
     match dataset:
@@ -141,7 +141,7 @@ def cancel_plan(job: str) -> protocol.Plan[Job]:
 
 
 def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
-    """Upload the file unless the service already has it, and return the service's description of it.
+    """Upload the file unless the service already has it, and return the file's UploadInfo.
 
     The upload is safe to repeat: the same content is stored under the same name.
     """
@@ -160,7 +160,7 @@ def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
     sent = _upload_of((yield protocol.Call("PUT", path, content=file, headers=headers)))
     if sent.sha256 != file.sha256:
         raise ServiceFailedError(
-            f"{file.path} arrived with a different digest ({sent.sha256}, not {file.sha256}); send it again"
+            f"{file.path} arrived with the sha256 digest {sent.sha256} instead of {file.sha256}; upload the file again"
         )
     return sent
 

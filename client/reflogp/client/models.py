@@ -39,9 +39,9 @@ class ServiceUri:
     """A dataset that the service downloads from https://, s3:// or hf://datasets/…, if the service's settings allow it.
 
     Attributes:
-        uri: the URI of the dataset, with or without a query. For a dataset on the Hugging Face Hub, use
-            hf://datasets/ORGANISATION/NAME for one split, or hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can
-            have @REVISION after NAME.
+        uri: the URI of the dataset, including its query string if it has one. For a dataset on the Hugging Face Hub, use
+            hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or hf://datasets/ORGANISATION/NAME/FILE
+            for one file. Both forms can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
 
     Examples:
@@ -138,10 +138,10 @@ class JobProgress:
         rows: number of rows read so far.
         sequences: total number of sequences; an estimate while the job runs, and 0 while unknown.
         done: number of finished sequences: hits, duplicates, scored sequences and failures.
-        hits: number of sequences whose values were in the store. While the job runs, duplicates within the dataset are counted
-            too.
+        hits: number of sequences whose values were in the store. While the job runs, hits include duplicates within the
+            dataset.
         scored: number of sequences whose values were computed.
-        bad_rows: number of rows without values so far.
+        bad_rows: number of rows so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.
         tokens_per_second: scoring rate of the latest attempt.
         seconds: running time so far, in seconds.
@@ -188,8 +188,8 @@ class Job:
         state: "queued", "running", "done", "failed" or "cancelled".
         reference_id: id of the reference with which the dataset is scored, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: a dict with the dataset's split, its config, and one of upload, path and uri (without the query). The dict is
-            empty if a different token submitted the job and the client's token has neither the scope "read" nor "admin".
+        dataset: a dict with the dataset's split, its config, and one of upload, path and uri (without the query). Empty if the
+            job was submitted with a token other than the client's, unless the client's token has the scope "read" or "admin".
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
@@ -198,8 +198,8 @@ class Job:
         started_at: start of the latest attempt, or None before the first attempt.
         finished_at: time when the job was done, failed or was cancelled, or None before that time.
         attempts: number of times that a worker has started the job.
-        submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
-        throughput: (running time in seconds, tokens per second), measured several times during the latest attempt.
+        submitted_by: name of the token with which the job was submitted; empty if `dataset` is empty.
+        throughput: list of pairs (seconds since the latest attempt began, tokens per second).
 
     Examples:
         >>> from reflogp.client import Client

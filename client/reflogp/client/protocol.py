@@ -1,6 +1,7 @@
 """Build requests to a service and read its responses, without sending anything.
 
-This module contains what both clients share: the request type, the retry rules, and the requests for references and lookups.
+This module contains what Client and AsyncClient share: the request type, the retry rules, and the requests for references and
+lookups.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ReferenceInfo:
     Attributes:
         name: name of the reference on the service, or None if the service only has stored values for it.
         reference_id: 32 hex digits.
-        model: folder or hub id, as given in the service's settings.
+        model: name of the model's folder, or its hub id.
         dtype: dtype in which the model computes.
         lm_head_dtype: dtype of the model's logits.
         snapshot: number of the latest snapshot, or None if nothing is stored.
@@ -109,7 +110,7 @@ class Lookup:
         sums: sum of each key's values in nats, float64 of shape (n,), or NaN for a miss.
         token_logps: list of n float32 arrays, with None for a miss; None instead of a list if values were not requested.
         reference_id: id of the reference whose values were looked up.
-        snapshot: number of the snapshot.
+        snapshot: number of the snapshot in which the keys were looked up.
 
     Examples:
         >>> from reflogp.client import Client
@@ -174,7 +175,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 
 def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
-    """Look up keys in one snapshot, split into as many requests as the service's limits require."""
+    """Look up keys in one snapshot, with as many requests as the service's limits require."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
@@ -225,8 +226,10 @@ def _lookup_of(response: httpx.Response) -> Lookup:
 
 
 def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:
-    """Return `read(table, metadata)` for the Arrow table in a response. Raises ServiceFailedError if the response cannot be
-    read."""
+    """Call `read` with the Arrow table in a response and with the table's metadata, and return the result.
+
+    Raises ServiceFailedError if the response cannot be read.
+    """
     try:
         table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
         return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})
@@ -249,7 +252,7 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return only the entries that are fields of the dataclass `kind`, because a newer service may send additional ones."""
+    """Return those items of `entry` that are fields of the dataclass `kind`. A newer service may send other items too."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 
@@ -329,7 +332,7 @@ def failure(url: str, answer: Outcome) -> ServiceError:
 
 
 def check_whole(response: httpx.Response, file: IO[bytes]) -> None:
-    """Raise httpx.RemoteProtocolError if the response in a file is shorter or longer than its Content-Length."""
+    """Raise httpx.RemoteProtocolError if the body written to `file` is shorter or longer than the response's Content-Length."""
     announced = response.headers.get("content-length", "")
     if announced.isdigit() and file.tell() != int(announced):
         raise httpx.RemoteProtocolError(f"received {file.tell()} bytes, but the Content-Length is {announced}")
@@ -340,9 +343,10 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """Return the pause that the service asked for or, if it did not, a pause that grows with every failed attempt.
+    """Return the number of seconds to wait before the next attempt, at most LONGEST_PAUSE.
 
-    The pause includes a random part, so that clients do not all retry at the same time.
+    If the response has a Retry-After header, this is its value plus a small random number. Otherwise, it is a random number
+    whose maximum doubles with every failed attempt. Random numbers keep clients from all retrying at the same time.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():

@@ -65,18 +65,24 @@ class Scores:
 
 
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
-    """Return the table to send in a request for n sequences, with the columns prompt_ids, completion_ids and, if given,
+    """Return the sequences as the table to send, with the columns prompt_ids, completion_ids and, if masks are given,
     attention_mask.
 
     Raises UsageError if the arguments are not lists of token ids, or do not all contain the same number of lists.
     """
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
-        raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['completion_ids'])} completions")
+        raise UsageError(
+            f"the number of completions ({len(columns['completion_ids'])}) must equal the number of prompts "
+            f"({len(columns['prompt_ids'])})"
+        )
     if attention_masks is not None:
         columns["attention_mask"] = _lists(attention_masks, "attention_masks")
         if len(columns["attention_mask"]) != len(columns["prompt_ids"]):
-            raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['attention_mask'])} attention masks")
+            raise UsageError(
+                f"the number of attention masks ({len(columns['attention_mask'])}) must equal the number of prompts "
+                f"({len(columns['prompt_ids'])})"
+            )
     return pa.table(columns)
 
 
@@ -89,7 +95,7 @@ def scoring(
     deadline: float | None,
     patience: float | None,
 ) -> protocol.Plan[Scores]:
-    """Score the sequences in `table`, split into as many requests as the service's limits require.
+    """Score the sequences in `table`, with as many requests as the service's limits require.
 
     Raises SequencesRefusedError if some sequences could not be scored, but only after all sequences have been sent.
     """
@@ -164,7 +170,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the number of tokens before each sequence, followed by the total: int64 of shape (n + 1,)."""
+    """Return, for each sequence, the number of tokens in the sequences before it, then the total: int64 of shape (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Score datasets with a reference model, add its log-probs to the datasets, and write reports about them."""
+"""Score datasets with a reference model, add the log-probs to the datasets, and write reports about scored datasets."""
 
 from __future__ import annotations
 

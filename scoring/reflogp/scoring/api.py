@@ -48,8 +48,8 @@ def score(
 ) -> Any:
     """Score a dataset's sequences, except those whose log-probs are already in the store.
 
-    Rows that cannot be used are skipped, and the reason for each is printed. Computed values are committed every 30 seconds.
-    After an interruption, the same call continues from the last commit.
+    Rows that cannot be used are skipped; unless `progress` is False, the reasons for the first ten are printed. Computed values
+    are committed every 30 seconds. After an interruption, the same call continues from the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -141,8 +141,8 @@ def join(
         model: the reference model that was passed to `score`.
         dataset: see `score`.
         store: see `score`.
-        dtype: dtype in which the values were computed. "auto" uses the dtype of this model's stored values, if they all have
-            the same dtype.
+        dtype: dtype in which the values were computed. "auto" uses the dtype of this model's stored values, which must
+            then all have the same dtype.
         max_length: the trainer's max_length; see `score`.
         truncation_mode: the trainer's truncation_mode; see `score`.
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; None to give all tokens the
@@ -154,10 +154,11 @@ def join(
     Returns:
         A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. If
         `dataset` is a stream (IterableDataset), its rows are joined while the result is read, so errors about rows are raised
-        only then. Read the result in a single process.
+        only then; read such a result in a single process.
 
     Raises:
-        NotScoredError: some rows have no values or cannot be used. The message lists the first of these rows.
+        NotScoredError: `on_miss` is "error", and some rows have no values or cannot be used. The message lists up to ten of
+            them.
         ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
         UsageError: see `score`.
 
@@ -240,7 +241,7 @@ def report(
         )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
-        raise UsageError(f"a report covers a single dataset: pass one of this dict's splits: {', '.join(dataset)}")
+        raise UsageError(f"a report covers a single dataset; pass one of the DatasetDict's splits: {', '.join(dataset)}")
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
@@ -304,7 +305,7 @@ def _tokenizer(
 ) -> Callable[[], PreTrainedTokenizerBase]:
     """Return a function that returns the tokenizer.
 
-    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from there; if it is None, from `folder`.
+    If `tokenizer` is a folder or a hub id, the function loads that tokenizer; if `tokenizer` is None, the one in `folder`.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
@@ -317,8 +318,8 @@ def _vision(
     """Return a function that returns the model's VisionProcessor. For a model that accepts only text, the function returns
     None.
 
-    If `tokenizer` is a processor object with an image processor, the function uses it. Otherwise, the function loads a
-    processor.
+    If `tokenizer` is a processor object with an image processor, the VisionProcessor is made from that object. Otherwise, it is
+    loaded from `tokenizer` if that is a folder or a hub id, and from `folder` if not.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)

@@ -35,11 +35,11 @@ class Engine(Protocol):
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive.
 
-        After each pass, yield a list with the number and the outcome of each sequence in the pass. Sequences are numbered from
-        0 across all groups.
+        After each pass, yield a list of (number, outcome) for the sequences in the pass. Sequences are numbered from 0 across
+        all groups.
 
-        An empty group means that no group is available yet. The engine then finishes the passes that it has started, or yields
-        an empty list if there are none.
+        An empty group means that the next group is not available yet. The engine then finishes the passes that it has started;
+        if it has started none, it yields an empty list.
         """
 
     def provenance(self) -> dict[str, Any]:
@@ -49,17 +49,17 @@ class Engine(Protocol):
         """Return the operation counts of all sequences scored so far. They are 0 if the engine cannot count operations."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak matrix product rate, in operations per second, or None if it cannot be measured."""
+        """Return the device's peak matrix-multiplication rate, in operations per second, or None if it cannot be measured."""
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that lets other callers score between its passes, as a service's workers require.
+    """An engine that can be used for other work between two passes. The service's workers need such an engine.
 
     Attributes:
-        token_budget: approximate number of tokens in a full pass. Merging further requests into a full pass saves no time.
+        token_budget: approximate number of tokens in a full pass. Adding requests to a full pass saves no time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -103,16 +103,16 @@ class EngineChoice:
             weights.
         token_budget: for torch, the maximum number of tokens in a pass, or "auto".
         trust_remote_code: whether to run modeling code from the checkpoint.
-        vllm_python: for vllm, the Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON if it is set,
-            otherwise this process's interpreter.
+        vllm_python: for vllm, the Python interpreter of vLLM's environment. If None, it is $REFLOGP_VLLM_PYTHON, or this
+            process's interpreter if that variable is not set.
         tensor_parallel: for vllm, the number of GPUs across which one model is split.
         vllm_options: for vllm, additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
         url: for remote, the URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: for remote, the name under which the server serves the model; None if it serves only one model.
+        served_model: for remote, the name under which the server serves the model; None if the server has only one model.
         concurrency: for remote, the maximum number of simultaneous requests.
         patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
-        check_claim: for remote, whether to compare some of the server's values with values from the local weights before
-            scoring.
+        check_claim: for remote, whether to compare, before scoring, some of the server's values with values that are computed
+            with the local weights.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -144,7 +144,7 @@ class EngineChoice:
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
-        """Return the dtype for a model without stored values: "float32" if this engine has no GPU, otherwise "bfloat16".
+        """Return the dtype for a model that has no values in the store: "float32" if this engine has no GPU, else "bfloat16".
 
         On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
         models are usually trained in float32 on a CPU. vLLM and the server of a remote engine are assumed to have a GPU.
@@ -181,16 +181,14 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load this engine with a reference's model, and return the engine.
+        """Load a reference's model, and return the engine that computes values with it.
 
-        The model folder must contain the reference's files.
-
-        Each load of a local model opens and hashes the files (digests of unchanged files are cached). torch then reads the
-        files through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked
-        for changes.
+        To load the model, its files are opened and hashed (digests of unchanged files are cached). torch then reads the files
+        through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked for
+        changes.
 
         Args:
-            model: local folder of the model.
+            model: local folder of the model. It must contain the reference's files.
             reference: the reference whose values are computed.
 
         Raises:
@@ -242,7 +240,7 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Before and after the block, check that each path still leads to the hashed file: vLLM opens the files by path."""
+            """Check before and after the block that the hashed files are still at their paths: vLLM opens them by path."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
@@ -261,7 +259,7 @@ class EngineChoice:
         from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, check_claim
 
         if self.url is None:
-            raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url")
+            raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url, or EngineChoice(url=…)")
         place = ServerPlace(
             self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
         )

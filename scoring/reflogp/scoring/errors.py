@@ -2,8 +2,8 @@
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that match no format
-├── TokenizerError           a tokenizer lacks what the data needs
-├── NotScoredError           rows of a dataset have no values to join
+├── TokenizerError           a tokenizer cannot be loaded, or lacks an EOS token or a chat template
+├── NotScoredError           some rows of a dataset have no stored values, or cannot be used
 ├── OtherEngineError         a store has values from an engine that is not allowed
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device has too little memory for the model or a pass
@@ -27,7 +27,7 @@ class TokenizerError(ReflogpError):
 
 
 class NotScoredError(ReflogpError):
-    """Rows of a dataset have no values to join, or cannot be used.
+    """Some rows of a dataset have no stored values, or cannot be used.
 
     Attributes:
         summary: a JoinSummary, with counts and row numbers.
@@ -69,8 +69,8 @@ class WorkerGoneError(EngineError):
     """One of a run's workers has exited. The other workers continue.
 
     Attributes:
-        blamed: True if the sequences that the worker was processing may have caused its exit; False if the worker was removed
-            from the run or had already exited.
+        blamed: True if the sequences that the worker was processing may have caused its exit; False otherwise, for example
+            if the worker was removed from the run.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Add reference log-prob columns to a dataset, and write it to a Parquet file or return it as an object of the same type.
+"""Add reference log-prob columns to a dataset, and write the result to a Parquet file or return it as a dataset object.
 
 Rows are read, tokenized and truncated as in scoring. The values are then looked up by key, so no model is loaded.
 """
@@ -101,8 +101,8 @@ def join_dataset(
     coverage, how many rows were read and how many were written.
 
     Args:
-        dataset: the dataset to join. It must have been created without `kept`, because a file of token ids lacks the dataset's
-            original columns.
+        dataset: the dataset to join, created without `kept`: otherwise, token ids may be read from the file `kept`, which lacks
+            the dataset's original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
@@ -112,7 +112,7 @@ def join_dataset(
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store, output=output)
     target = Path(output)
     if target.suffix != ".parquet":
-        raise UsageError(f"the output {output} would be a Parquet file, so its name must end in .parquet")
+        raise UsageError(f"the output {output} is written as a Parquet file, so its name must end in .parquet")
     if any(target.exists() and target.samefile(file) for file in source.files):
         raise UsageError(f"the output {output} is the dataset itself; give the output another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -149,19 +149,20 @@ def join_dataset(
 
 
 def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
-    """Return the reference, snapshot and settings of joined values, as a dict for the metadata of a Parquet file."""
+    """Return the reference's id and dtype, the snapshot's number and the trainer settings, as a dict for Parquet metadata."""
     numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
     return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
 
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """The rows with values in one window of a dataset, in the dataset's order.
+    """Those rows of a window of a dataset that have values, in the dataset's order.
 
     Attributes:
         rows: the rows, each as a dict of the columns that were read from the dataset.
         numbers: row numbers in the dataset, starting at 0, int64.
-        columns: the columns that the join adds: keys, float32 sums in nats, the number of log-probs in each sum, and ref_row.
+        columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
+            and ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -239,7 +240,9 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return a dataset of the same type as `dataset`. It contains only the rows with values, and the joined columns are added.
+    """Return only the rows that have values, with the joined columns added.
+
+    The result has the type of `dataset`. For a path or hub id, it is a datasets.Dataset.
 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
@@ -302,7 +305,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
 
 
 def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
-    """Return a Dataset's joined rows with the columns added. Keep the dataset's features, split and format."""
+    """Return the rows of a Dataset that have values, with `columns` added. Keep the dataset's features, split and format."""
     import datasets
 
     numbers = columns[ROW_COLUMN].to_numpy()
@@ -329,7 +332,7 @@ def _side_by_side(table: pa.Table, columns: pa.Table) -> pa.Table:
 
 
 class _Stream:
-    """A generator of joined rows for an IterableDataset.
+    """A callable that yields joined rows, for IterableDataset.from_generator.
 
     Args:
         source, windows: see `with_columns`.

@@ -53,8 +53,8 @@ def places(
     Args:
         devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for a single
             device, which the engine chooses.
-        count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if a name in
-            `devices` requires the number.
+        count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if
+            `devices` contains "all" or a GPU's number, as in cuda:1.
         gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
@@ -204,7 +204,7 @@ def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Decode a path from mountinfo, which escapes spaces and similar characters as octal numbers."""
+    """Decode a path from /proc/self/mountinfo, where spaces and some other characters are written as octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -271,7 +271,7 @@ def exit_reason(status: int, log: str) -> str:
     """Return a description of why a process exited.
 
     Args:
-        status: exit status of the process. A negative status is the negated number of the signal that killed the process.
+        status: exit status of the process, or the negative signal number if a signal killed the process.
         log: name of the log with the process's output.
     """
     if status < 0:

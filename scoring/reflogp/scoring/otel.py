@@ -108,10 +108,10 @@ class Sender(SpanProcessor):
 
 
 class _Reasons(logging.Filter):
-    """A filter that keeps the exporter's messages out of the log, because an unreachable collector causes many of them.
+    """A filter that keeps the exporter's messages out of the log: if the collector is unreachable, there are many of them.
 
     Attributes:
-        first: the first message that the exporter logged about the latest request.
+        first: the first message that the exporter logged about the latest request to the collector; empty if there is none.
     """
 
     first = ""
@@ -125,8 +125,8 @@ class StartedSpan:
     """A span that has started; see `tracing.Span`.
 
     Attributes:
-        span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. The stage's span is then not
-            sent, but the stage is still counted in the root span.
+        span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. An INVALID_SPAN is not sent,
+            but its stage is counted in the attributes of the root span.
         discarded: True after a call to `discard`.
 
     Args:
@@ -239,7 +239,7 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record, in a stage's span, the exception that ended the stage.
+        """Record, in a span, the exception that ended the stage or run of this span.
 
         An exception of a type in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to
         ERROR.

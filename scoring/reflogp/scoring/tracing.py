@@ -67,8 +67,8 @@ def run_span(
         name: name of the root span.
         parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: if True, wait at the end of the run until the collector has received the spans, for up to FLUSH_SECONDS.
-            With True, the spans are also sent if SIGTERM arrives during the run, before the process exits.
+        flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans; if SIGTERM
+            arrives during the run, send the spans before the process exits.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -97,7 +97,7 @@ def run_span(
 
 @contextmanager
 def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
-    """Trace the `with` block as a stage of the run. If the block raises an exception, record it as the span's status."""
+    """Trace the `with` block as a stage of the run. If the block raises an exception, record it in the span."""
     run = _run.get()
     if run is None:
         yield _NO_SPAN

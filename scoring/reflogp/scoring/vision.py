@@ -42,13 +42,13 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor of a model. Return None if the model accepts only text, or if the folder has only a tokenizer.
+    """Load the processor of a model. Return None if the model accepts only text, or if one of the folders has only a tokenizer.
 
     Args:
         folder: folder of the processor, which may be the model's folder.
         model: folder of the model or of its adapter; the image token is read from the model's config.
         chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
-        trust_remote_code: True runs code from the folder.
+        trust_remote_code: whether to run code from these folders.
 
     Raises TokenizerError if the processor cannot be loaded.
     """

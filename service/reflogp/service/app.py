@@ -54,7 +54,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     """Return the FastAPI app for the given settings.
 
     Raises:
-        UsageError: another service uses the same state folder, or the folder cannot be written.
+        UsageError: another service uses the same state folder, or the folder is not writable.
         UsageError, CheckpointError: the settings contain a store URI or a reference that cannot be used (see
             ReferenceRegistry).
     """
@@ -129,9 +129,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return a list with the device of each worker, a function that starts a worker, and a function to call at shutdown.
+    """Return three things: the devices of the workers, a function that starts a worker, and a function to call at shutdown.
 
-    The list is empty if no models are configured.
+    The list of devices has one entry for each worker. It is empty if no models are configured.
     """
     if not registry.named():
         return [], start_here, lambda: None
@@ -155,7 +155,7 @@ def _configurations(
 ) -> list[WorkerConfiguration]:
     """Return one configuration for each worker.
 
-    Raise UsageError if the same model is configured with two different engines.
+    Raise UsageError if two references with the same model and numerics have different engines.
     """
     named = registry.named()
     models: dict[str, ModelConfig] = {}

@@ -106,7 +106,7 @@ def cookie_name(request: Request) -> str:
 
 
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
-    """Return a FastAPI dependency that admits only requests whose token has the given scope.
+    """Return a FastAPI dependency that admits only requests whose token has the given scope or the scope `admin`.
 
     The dependency returns the token's name.
 
@@ -148,7 +148,7 @@ def still_allowed(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return whether the caller may read everyone's data, rather than only its own submissions."""
+    """Return whether the caller may read the details of all jobs, rather than only of the jobs that it submitted."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 

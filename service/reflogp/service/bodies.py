@@ -122,8 +122,8 @@ def require_type(request: Request, *accepted: str) -> str:
     Raise Problem 415 if the request has no Content-Type, or if the route does not accept it.
 
     This check protects against web pages on other sites, which can make a browser send requests to this service. If such a
-    request has no content type, or one of the three content types of HTML forms, the browser sends it at once. Otherwise, the
-    browser first sends a CORS preflight request, which this service refuses.
+    request has no content type, or one of the three content types of HTML forms, the browser sends it without a CORS preflight
+    request. Before a request with any other content type, the browser sends a preflight request, which this service refuses.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -174,10 +174,10 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema in which every reference to `$defs` is replaced with the definition itself.
+    """Return the schema with every reference to `$defs` replaced by the definition itself.
 
-    A reference to `$defs` starts at the root of a document, so it could not be resolved once the schema is part of an OpenAPI
-    document.
+    References to `$defs` are resolved from the root of the document. In an OpenAPI document, this schema is not the root, so
+    they could not be resolved.
     """
     definitions = schema.pop("$defs", {})
 
@@ -284,7 +284,7 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Return where each list of a list array starts in the array's flattened values, and where the last list ends, as int32."""
+    """Return a list array's offsets into its flattened values, as int32: the start of each list, then the end of the last."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)
@@ -301,7 +301,7 @@ def _is_token_lists(kind: pa.DataType) -> bool:
 
 
 def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
-    """Call `check` with the schema of an Arrow IPC stream, then validate and yield its record batches.
+    """Validate and yield the record batches of an Arrow IPC stream, after calling `check` with the stream's schema.
 
     Nothing is decompressed. Batches without rows are skipped.
     """
@@ -381,7 +381,7 @@ def _too_long(max_bytes: int) -> Problem:
 
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """Return the number of rows in a record batch, and whether it is compressed, without decoding the batch."""
+    """Return the number of rows in a record batch and whether the batch is compressed, from the metadata of its message."""
     message = place(metadata, 0)
     kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:

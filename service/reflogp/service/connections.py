@@ -2,8 +2,8 @@
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
 that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for the
-head of a request. If another connection would exceed this number, the connection that has waited longest is closed. Clients
-that send their requests one byte at a time therefore cannot keep the service from serving other clients.
+head of a request; if one more begins to wait, the connection that has waited longest is closed. Clients that send their
+requests one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class BoundedProtocol(H11Protocol):
-    """An HTTP/1.1 connection that is closed if the head of a request arrives too late, or a response is not read in time."""
+    """An HTTP/1.1 connection that is closed if the client sends the head of a request too late or stops reading a response."""
 
     config: ConnectionConfig
 
@@ -176,8 +176,9 @@ class ActiveRequests:
 def waiting_connections(max_connections: int) -> int:
     """Return the maximum number of connections that may wait for the head of a request.
 
-    Connections with a request in progress do not count; there are at most `max_connections` of them. If the process's soft
-    limit on open files is too low for all connections, this function also raises the soft limit, but not above the hard limit.
+    This number does not include the connections with a request in progress, of which there are at most `max_connections`. If
+    the process's soft limit on open files is too low for both kinds of connections, raise the soft limit, at most to the hard
+    limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,17 +1,17 @@
-"""Fetch datasets by URI, but only from hosts and buckets that an administrator allows.
+"""Fetch datasets by URI, but only from hosts, buckets and Hub repositories that an administrator allows.
 
 `check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
-even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. The name
-of such a host is resolved only once: all addresses found are checked, and the connection is made to one of them. The prefix
-s3:// allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository
-allows the repository's files at every revision.
+even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. `fetch`
+checks all addresses of such a host, then connects to one of them without resolving the name again. The prefix s3:// allows
+every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a
+revision allows the repository's files at every revision.
 
-If the URI names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
+If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-The time limit in the settings interrupts neither the resolution of a host name nor a single request to an object store. Both
-are limited only by the timeouts of the library in use, so a fetch may take a few minutes longer than the time limit.
+The time limit (setting fetch_seconds) does not interrupt the resolution of a host name, or a request to an object store or the
+Hub. Only the timeouts of the resolver or the client library end these, so a fetch may take a few minutes longer than the limit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Uri:
     Attributes:
         host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub.
             The host may be empty only in a prefix from the settings (https://).
-        port: None for object stores and the Hub.
+        port: port of the host, or None for object stores, the Hub and an empty host.
         path: empty, or begins with a slash.
         query: empty, or begins with a question mark.
     """
@@ -105,11 +105,11 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error for a URI that `fetch` would refuse without opening a connection.
+    """Raise an error for a URI that `fetch` would refuse even before it opens a connection.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it does not end in the suffix of a
-            dataset format, or if `config` is given but the URI does not name a whole repository on the Hub.
+        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it names neither a file with
+            the suffix of a dataset format nor a whole repository on the Hub, or if `config` is given for a file.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -234,14 +234,16 @@ def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
 
 def _check_path(path: str) -> None:
     if re.search(r"%(?![0-9A-Fa-f]{2})|%25|%2[Ff]|%5[Cc]|%[01][0-9A-Fa-f]|%7[Ff]", path):
-        raise ValueError("the path contains an encoded slash, percent sign or control character")
+        raise ValueError(
+            "the path contains an encoded slash, backslash, percent sign or control character, or an invalid percent-encoding"
+        )
     parts = path.split("/")[1:]
     if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
         raise ValueError("the path contains a segment that is empty, `.` or `..`")
 
 
 def _suffix(uri: _Uri) -> str:
-    """Return the suffix of the URI's path, which names the dataset's format.
+    """Return the suffix that names the dataset's format, such as .jsonl, from the end of a URI's path.
 
     Raise ValueError if the URI has no host, or if its path does not end in the suffix of a dataset format.
     """
@@ -290,8 +292,8 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
             raise UsageError(f"setting dataset_uris: {text!r}: {error}") from error
         if prefix.query or (not prefix.host and prefix.path):
             raise UsageError(
-                f"setting dataset_uris: {text!r} must be a scheme (https://), or a host or bucket with an optional path prefix "
-                "(s3://bucket/folder/), without a query"
+                f"setting dataset_uris: {text!r} must be a scheme alone (https://), or a scheme with a host or bucket and an "
+                "optional path (s3://bucket/folder/); queries are not supported"
             )
         if prefix.scheme != uri.scheme:
             continue
@@ -358,7 +360,7 @@ async def _download_bounded(
             if sink.size - size >= _LEAST_BYTES:
                 size, since = sink.size, time.monotonic()
             elif time.monotonic() - since > settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES:
-                raise ValueError(f"less than {_LEAST_BYTES:,} bytes arrived within {settings.body_idle_seconds:g} seconds")
+                raise ValueError(f"fewer than {_LEAST_BYTES:,} bytes arrived within {settings.body_idle_seconds:g} seconds")
         await download
     except httpx.HTTPError as error:
         raise ValueError(f"the connection failed ({type(error).__name__})") from error
@@ -398,7 +400,7 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
 
 async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
-    """Request a URI from the first reachable address, and return the response before its body is read.
+    """Request a URI from the first address that can be reached, and return the response before its body is read.
 
     The Host header and the certificate check use the URI's host name, not the address.
     """
@@ -435,7 +437,7 @@ async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSett
         raise ValueError("the response has a content encoding that was not requested")
     length = response.headers.get("content-length", "")
     if not length.isdigit() and "chunked" not in response.headers.get("transfer-encoding", "").lower():
-        raise ValueError("the response has neither a Content-Length nor chunked encoding, so its end cannot be detected")
+        raise ValueError("the response has neither a Content-Length nor chunked encoding, so it may be incomplete")
     if length.isdigit():
         sink.check_room(int(length), settings)
     async for chunk in response.aiter_raw():
@@ -515,7 +517,7 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A hidden file that a dataset is being written to, and the digest of its content.
+    """A hidden file that receives a dataset, or one file of a dataset, and the digest of the bytes written so far.
 
     Args:
         size: number of bytes of the same dataset that have already been written to other files.
@@ -563,7 +565,7 @@ class _Sink:
 
     def _check_length(self, size: int, settings: ServerSettings) -> None:
         if size > settings.max_upload_bytes:
-            raise ValueError(f"the dataset is larger than {settings.max_upload_bytes:,} bytes")
+            raise ValueError(f"the dataset is larger than {settings.max_upload_bytes:,} bytes (max_upload_bytes)")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Keep fetched datasets in one folder until no unfinished job needs them. Each file or folder is named after its digest.
+"""Keep fetched datasets in one folder until no unfinished job needs them.
 
 A single quota limits the total size of uploads and fetched datasets.
 """
@@ -81,8 +81,8 @@ class FetchedFolder:
     """A folder of fetched datasets. Each dataset is a file or folder named after its digest. Thread-safe.
 
     Args:
-        folder: path of the folder, which is created if it does not exist. Incomplete files left behind by a killed service are
-            deleted.
+        folder: path of the folder, which is created if it does not exist. Incomplete datasets that a killed service left
+            in it are deleted.
         ledger: records which datasets the jobs need.
         room: quota for the total size of fetched datasets and uploads.
     """
@@ -100,9 +100,9 @@ class FetchedFolder:
         room.add_sweeper(self.collect)
 
     def take(self, size: int) -> None:
-        """Count received bytes against the quota.
+        """Count `size` received bytes against the quota.
 
-        Raise ValueError if the quota is exceeded even after unneeded files were deleted.
+        Raise ValueError if they would exceed the quota even after all unneeded files are deleted.
         """
         if not self._room.take(size):
             self._room.sweep()
@@ -115,7 +115,7 @@ class FetchedFolder:
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Stop counting the bytes of a deleted dataset against the quota."""
+        """Subtract `size`, the size of a deleted dataset, from the bytes that count against the quota."""
         self._room.give(size)
 
     def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
@@ -147,7 +147,7 @@ class FetchedFolder:
     def collect(self) -> int:
         """Delete the datasets that no unfinished job needs; return how many were deleted.
 
-        When a job is retried, its dataset is fetched again.
+        If a failed or cancelled job is retried later, its dataset is fetched again.
         """
         deleted = 0
         with self._lock:
@@ -165,7 +165,8 @@ class FetchedFolder:
     def _no_room(self) -> ValueError:
         return ValueError(
             f"uploads and fetched datasets may take at most {byte_count(self._room.most)} (max_uploads_bytes), and there"
-            " is not enough space left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
+            " is not enough space left for this dataset: delete uploads (DELETE /v1/uploads/NAME), or try again when other"
+            " jobs have ended"
         )
 
 

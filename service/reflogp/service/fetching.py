@@ -74,11 +74,11 @@ class Fetching:
         self._news = asyncio.Event()
 
     def look(self) -> None:
-        """Make `run` check for queued jobs now."""
+        """Make `run` check immediately for queued jobs whose dataset must be fetched."""
         self._news.set()
 
     def cancel(self, job: str) -> None:
-        """Stop the fetch of a job's dataset, if one is running."""
+        """If the dataset of a job is being fetched, stop the fetch."""
         if job in self._going_on:
             self._going_on[job].stop.set()
 

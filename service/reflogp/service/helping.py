@@ -64,7 +64,7 @@ class Helping:
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Ask idle workers to help with a job if the rest of the job is expected to take long enough.
+        """Ask idle workers to help with a job if the job is expected to keep running for long enough to make help worthwhile.
 
         A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
         worker is asked to help until the service has found this sequence. Until then, the sequence can kill only the worker
@@ -128,7 +128,7 @@ class Helping:
         return True
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Record that a worker's process has exited. If the worker had joined a job as a helper, tell the owner of the job."""
+        """Handle the exit of a worker's process. If the worker had joined a job as a helper, tell the owner of the job."""
         if (help := self._helps.get(worker.number)) is not None:
             # loading the model may have killed the worker
             self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES

@@ -1,9 +1,10 @@
 """Store the service's ledger in an SQLite file in WAL mode.
 
-The ledger records all jobs with their states and results, and all uploads.
+The ledger records all uploads and all jobs, with each job's state, progress and summary.
 
 A write is on disk when its call returns, so a service that is killed loses no recorded change. The ledger is thread-safe, and
-belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`), and then raises LedgerError.
+belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`). If it still fails after the
+last retry, it raises LedgerError.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Submission:
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
         lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
             changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
-            the same identity is done. A submission without an Idempotency-Key also creates a new job if rows of the earlier job
-            refer to image files, because `content` does not cover those files.
+            the same identity is done. Even with `lasting=True`, a submission without an Idempotency-Key creates a new job if
+            the earlier job is done and its rows refer to image files, because `content` does not cover those files.
         source: description of the dataset for the worker: a dict with the keys name and split and, where they apply, file,
             digest, path, uri and config.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
@@ -227,9 +228,9 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue again all jobs that are recorded as running although no worker runs them, but end those that were cancelled.
+        """Queue again all jobs that are recorded as running although no worker runs them.
 
-        Return the number of jobs that were queued again or ended.
+        Jobs that were cancelled are ended instead. Return the number of jobs that were queued again or ended.
 
         Args:
             note: reason for the interruption, to store in each job that is queued again or ended.
@@ -247,7 +248,7 @@ class Ledger:
         return int(row["n"]) if row else 0
 
     def highest_queued_priority(self) -> int | None:
-        """Return the highest priority of the queued jobs whose dataset is available, or None if there are no such jobs."""
+        """Return the highest priority among the queued jobs that have a dataset file, or None if no queued job has one."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
         return None if row is None else row["priority"]
@@ -260,9 +261,9 @@ class Ledger:
         avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet are skipped.
 
         Args:
-            loaded: ids of references whose models are loaded.
+            loaded: ids of the references whose models the asking worker has loaded.
             patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs.
-            but: ids of jobs that are skipped.
+            but: ids of jobs to skip.
         """
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
@@ -291,8 +292,8 @@ class Ledger:
     def cancel(self, job: str) -> JobState | None:
         """Cancel a job. A queued job ends immediately. A running job ends when its worker stops the job or dies.
 
-        The cancellation of a running job is stored on disk, so that it is not lost if the service stops. If the worker finishes
-        the job first, the job ends as done or failed.
+        The cancellation of a running job is stored on disk, so a restart of the service does not lose the cancellation. If the
+        worker finishes the job before learning of the cancellation, the job ends as done or failed.
 
         Returns:
             The state of the job before this call, or None for an unknown job.
@@ -316,8 +317,8 @@ class Ledger:
 
         Args:
             progress: the latest progress.
-            committed: whether values of the job were committed to the store since the last call. If values were committed,
-                the count of worker deaths is reset to zero.
+            committed: whether values of the job were committed to the store since the previous call. If so, the job's count of
+                worker deaths is reset to zero.
         """
 
         def progressed(db: sqlite3.Connection) -> None:
@@ -336,24 +337,25 @@ class Ledger:
         self._file.write(progressed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """Move a queued or running job to a final state, and store the summary if it is done or the error if it failed.
+        """End a queued or running job: record its final state, and the summary of a done job or the error of a failed job.
 
         Return False if the job had already ended.
         """
         return self._file.write(lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """Return up to `limit` queued jobs whose datasets must be fetched, in queue order, as pairs (job id, source).
+        """Return pairs (job id, source) for the queued jobs whose datasets must be fetched, in the order of the queue.
 
         Args:
-            but: ids of jobs that are skipped.
+            limit: maximum number of pairs to return.
+            but: ids of jobs to skip.
         """
         query = f"select id, source from job where state = 'queued' and not ({_HAS_FILE}) and id not in ({_marks(but)})"
         rows = self._all(f"{query} order by priority desc, number limit ?", *but, limit)
         return [(row["id"], json.loads(row["source"])) for row in rows]
 
     def fetched(self, job: str, source: dict[str, str]) -> None:
-        """Record that the dataset of a queued job has been fetched into the file that `source` names."""
+        """Record that the dataset of a queued job has been fetched into the file or folder `source["file"]`."""
         query = "update job set source = ?, note = null where id = ? and state = 'queued'"
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
@@ -372,16 +374,16 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [note, job]))
 
     def give_back(self, job: str, note: str) -> None:
-        """Return a running job to its previous position in the queue.
+        """Put a running job back into the queue, at its previous position. If the job was cancelled, end it instead.
 
-        The note says why the job was interrupted. A job that was cancelled is ended instead.
+        The note says why the job was interrupted.
         """
         self._file.write(lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died, or end it if it was cancelled.
+        """Queue a job again after its worker died. End the job instead if it was cancelled or has reached `limit`.
 
         Args:
             suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
@@ -402,7 +404,7 @@ class Ledger:
             row = db.execute("select deaths from job where id = ?", [job]).fetchone()
             deaths = int(row["deaths"]) if row else 0
             if changed.rowcount and limit is not None and deaths >= limit:
-                error = f"{deaths} workers died in a row without making progress; {note}"
+                error = f"{deaths} workers died in a row without making progress on the job; the last time, {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
             _requeue(db, "id = ? and state = 'running'", note, job)
@@ -419,10 +421,10 @@ class Ledger:
         return self._file.write(lambda db: _retry(db, job))
 
     def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Return the dataset files of all jobs that are not done.
+        """Return the dataset files of all jobs that are queued, running, failed or cancelled.
 
-        If `unfinished_only` is set, return only the files of queued and running jobs. Failed and cancelled jobs may still need
-        their files, because they can be retried.
+        Failed and cancelled jobs need their files if they are retried. If `unfinished_only` is set, leave out the files that
+        only failed and cancelled jobs need.
         """
         condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
         rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")
@@ -480,7 +482,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a submission may get the completed job with the same identity instead of a new job.
+    """Return whether a submission can be answered with the completed job of the same identity instead of a new job.
 
     `summary` is the summary of the completed job.
     """
@@ -523,7 +525,7 @@ def _retry(db: sqlite3.Connection, job: str) -> bool:
 
 
 def _forget_file(db: sqlite3.Connection, job: str) -> None:
-    """Remove the fetched file from the job's source if the dataset has a URI, so that the dataset is fetched again."""
+    """If a job's dataset has a URI, have it fetched again: remove the keys file and digest from the job's source."""
     db.execute(
         "update job set source = json_remove(source, '$.file', '$.digest')"
         " where id = ? and json_extract(source, '$.uri') is not null",
@@ -538,8 +540,8 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
     """Return a row of the table `job` as a Claim.
 
-    `origin` is the job's row in the table `origin`. It is None if an older version of reflogp recorded the job, without such a
-    row.
+    `origin` is the job's row in the table `origin`, or None if the job was recorded by an older version of reflogp that did not
+    write this row.
     """
     return Claim(
         row["id"],

@@ -1,8 +1,8 @@
 """Access the SQLite file of the ledger with retries and recovery, and ensure that only one service uses it.
 
-This module executes all SQL statements of the ledger. A failing statement is retried for a limited time. If it still fails
-after the last retry, LedgerError is raised, and its message says what is wrong. Each write is one transaction, which first
-checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
+All SQL statements of the ledger are executed through this module. A failing statement is retried for a limited time. If it
+still fails after the last retry, LedgerError is raised, and its message says what is wrong. Each write is one transaction,
+which first checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class LedgerFile:
         file: path of the SQLite file, which is created if it does not exist.
         schema: SQL statements that create the tables. The statements run at every start, so they must be safe to repeat.
         version: version of the schema; a file with a higher version is refused.
-        patience_seconds: how long a failing call is retried. While `trouble` is set, each call is tried only once.
+        patience_seconds: how long a failing read or write is retried. While `trouble` is set, nothing is retried.
 
     Attributes:
         trouble: the reason why the ledger cannot currently be used, or None if it can be used.
-        failures: number of attempts that have failed so far.
+        failures: number of failed attempts to read or write the file, including retries.
 
     Raises:
         UsageError: the file was written by a newer version of reflogp, is not a database, is damaged, or stays unusable for
@@ -156,9 +156,9 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Attempt a write, check the file again if it was found to be damaged, and update `trouble`.
+        """Test whether the ledger can be used, and update `trouble`. If the ledger cannot be used, no error is raised.
 
-        Raise no error if the ledger cannot be used.
+        The test is a write that changes nothing. If `trouble` says that the file is damaged, its pages are checked too.
         """
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
@@ -213,7 +213,10 @@ class LedgerFile:
         try:
             owner = db.execute("select token from owner").fetchone()
             if owner is None or owner[0] != self._token:
-                raise LedgerReplacedError("another service has taken over the ledger of jobs: stop one of the two services")
+                raise LedgerReplacedError(
+                    "another service has taken over the ledger of jobs: stop this service, or stop the other service and"
+                    " restart this one"
+                )
             result = work(db)
             db.execute("commit")
             return result
@@ -222,7 +225,10 @@ class LedgerFile:
             raise
 
     def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
-        """Return a LedgerError for an SQLite error. If the SQL statement itself is wrong, raise the SQLite error unchanged."""
+        """Return a LedgerError for an SQLite error.
+
+        If the SQL statement or its values are wrong, raise the SQLite error unchanged.
+        """
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
             raise error
         self.failures += 1
@@ -326,7 +332,8 @@ def damaged_ledger(file: Path, what: str) -> str:
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
         f" another folder, run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there, replace {file.name} with"
-        " recovered.sqlite, and start the service; if recovery fails, submit the jobs again: their values are in the store"
+        f" recovered.sqlite, delete {file.name}-wal if it exists, and start the service; if recovery fails, move"
+        f" {file.name} and {file.name}-wal away and submit the jobs again: their values are in the store"
     )
 
 

@@ -30,7 +30,10 @@ class Metrics:
         )
         self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
         self.sequences = Counter(
-            "reflogp_sequences", "Sequences that were found in the store (hit) or scored.", ["way", "how"], registry=registry
+            "reflogp_sequences",
+            "Sequences whose values were in the store (hit), and sequences that an engine scored (scored).",
+            ["way", "how"],
+            registry=registry,
         )
         self.tokens = Counter("reflogp_scored_tokens", "Tokens in sequences that an engine scored.", ["way"], registry=registry)
         self.engine_seconds = Histogram(

@@ -99,7 +99,7 @@ class JobSettings(BaseModel):
         ge=0,
         le=1,
         description="LD-DPO weight for the log-prob sums in the result. In a pair's longer completion, the log-probs of all"
-        " tokens beyond the length of the shorter completion are multiplied by it.",
+        " tokens beyond the length of the shorter completion are multiplied by this weight.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
@@ -118,25 +118,30 @@ class JobRequest(JobSettings):
 
 
 class JobProgress(BaseModel):
-    """The progress of a job. A sequence counts as done if it is in the store, is a duplicate, was scored, or failed."""
+    """The progress of a job.
+
+    A sequence counts as done if its values were already in the store, or if it is a duplicate, was scored, or failed.
+    """
 
     rows: int = Field(0, description="Number of rows that the latest attempt has read so far.")
     sequences: int = Field(0, description="Total number of sequences; estimated until the job is done, and 0 while unknown.")
     done: int = Field(
-        0, description="Number of finished sequences: those in the store, duplicates, and those that were scored or failed."
+        0,
+        description="Number of finished sequences: those with values already in the store, duplicates, and those that were"
+        " scored or failed.",
     )
     hits: int = Field(
         0,
-        description="Number of sequences that were not scored, because their values are in the store or because they are"
-        " duplicates within the dataset. When the job is done, duplicates are no longer counted.",
+        description="Number of sequences that were not scored, because their values were already in the store or because"
+        " they are duplicates within the dataset. Once the job is done, this number no longer includes duplicates.",
     )
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(
-        0, description="Number of rows so far that have no values because of an error. The result contains each row's error."
+        0, description="Number of rows that have failed so far. They have no values. The result contains the error of each row."
     )
     tokens: int = Field(0, description="Number of tokens in the scored sequences.")
     tokens_per_second: float = Field(
-        0.0, description="Number of tokens in the scored sequences, divided by the time spent scoring."
+        0.0, description="Current throughput: tokens scored per second, averaged over the last few seconds."
     )
     seconds: float = Field(0.0, description="Seconds since the latest attempt began.")
     seconds_left: float | None = Field(
@@ -151,10 +156,13 @@ class Job(BaseModel):
     state: JobState = Field(description="State of the job: `queued`, `running`, `done`, `failed` or `cancelled`.")
     settings: JobSettings = Field(description="Settings that the job was submitted with.")
     dataset: DatasetSpec | None = Field(
-        description="Dataset of the job. None if the caller's token does not have the scope `read` and did not submit the job."
+        description="Dataset of the job. None unless the caller's token has the scope `read` or submitted the job."
     )
-    reference_id: str = Field(description="Digest of the model's content and numerics.")
-    submitted_by: str = Field(description="Name of the token that submitted the job; empty if dataset is None.")
+    reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and numerics.")
+    submitted_by: str = Field(
+        description="Name of the token that first submitted the job. Empty unless the caller's token has the scope `read` or is"
+        " this token."
+    )
     created_at: datetime = Field(description="Time when the job was first submitted.")
     started_at: datetime | None = Field(None, description="Time when the latest attempt began.")
     finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")
@@ -162,7 +170,7 @@ class Job(BaseModel):
     progress: JobProgress = Field(description="Progress of the latest attempt.")
     throughput: list[tuple[float, float]] = Field(
         default_factory=list,
-        description="Throughput of the latest attempt: at most 200 pairs (seconds since its start, tokens per second).",
+        description="Throughput over time: at most 200 pairs (seconds since the latest attempt began, tokens per second).",
     )
     note: str | None = Field(
         None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
@@ -192,8 +200,8 @@ class Job(BaseModel):
         """Return a copy of the job without the data that only its first submitter and callers with the scope `read` may see.
 
         Args:
-            asked: the caller's submission of the same job, if any. Its settings and dataset replace those of the first
-                submission.
+            asked: the request with which the caller submitted the same job, if any. The copy contains the settings and dataset
+                of this request.
         """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(

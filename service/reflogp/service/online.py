@@ -42,8 +42,8 @@ class Scored:
     Attributes:
         outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: seconds from the start of the computation to the request's last outcome. The worker may compute
-            several requests together.
+        engine_seconds: seconds from the start of the computation to the request's last outcome. If the worker computes
+            several requests together, they share the start.
         queue_seconds: seconds between the arrival of the request at the worker and the start of the computation.
         snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
@@ -74,7 +74,7 @@ class OnlineScoring:
     """Online scoring requests from all callers.
 
     Args:
-        settings: limits on requests and queued tokens.
+        settings: settings of the service. `max_queued_tokens` limits the tokens that are queued for each worker.
         registry: the references and their snapshots in the store.
         metrics: counters to update.
     """
@@ -107,7 +107,7 @@ class OnlineScoring:
         """Score sequences. Cancelling the calling task also cancels the request.
 
         Args:
-            reference: name or id of one of the service's models.
+            reference: name or id of one of the service's references.
             sequences: table with the columns prompt_ids and completion_ids, list<int32>. If there is a third column,
                 attention_mask, the sequences are rows of padded batches; their values are neither looked up nor stored.
             temperature: number to divide the logits by. Values at temperatures other than 1 are neither looked up nor stored.
@@ -147,7 +147,7 @@ class OnlineScoring:
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a worker's frame if it is about scoring requests."""
+        """Handle a frame from a worker if the frame is about scoring requests; ignore other frames."""
         match message["op"]:
             case "round":
                 for key in message["ids"]:
@@ -159,12 +159,11 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """After a worker's process has exited, queue its unanswered requests for the worker's next process.
+        """After a worker's process has exited, send the worker's unanswered requests to its next process.
 
-        Return True if the worker was computing any of them.
+        Return True if the exited process was computing any of these requests. The next process computes each of those alone.
 
-        Each request that the worker was computing will then be computed alone. A request fails once _DEATHS workers have died
-        while computing it.
+        A request fails if the worker is broken, or once _DEATHS processes have died while computing the request.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -177,7 +176,9 @@ class OnlineScoring:
                 self._fail(
                     key,
                     Problem(
-                        500, f"workers died while scoring this request: {reason}", "report this together with the service's log"
+                        500,
+                        f"workers died while scoring this request: {reason}",
+                        "report this error and attach the service's log",
                     ),
                 )
             elif worker.broken:
@@ -222,7 +223,7 @@ class OnlineScoring:
             raise Problem(
                 503,
                 answered["error"],
-                "ask an administrator to check the reference model's files and the worker's log",
+                "ask an administrator to check the reference model's files and the service's log (on Ray: the worker's log)",
                 {"Retry-After": "30"},
             )
         self._metrics.tokens.labels("online").inc(tokens)
@@ -276,7 +277,8 @@ class OnlineScoring:
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.
 
-        Return a list with each sequence's values (None if the store has none), and the number of the snapshot that was read.
+        Return a list with the values of each sequence (None if they are not stored), and the number that identifies the
+        snapshot (None if the store has no values for the reference).
         """
         try:
             snapshot = self._registry.snapshot(reference_id, None)

@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once, in the event loop, with the return value of `call`.
-        settled: set when the write has succeeded or its first attempt has failed.
+        settled: set when the write has succeeded or has failed for the first time.
     """
 
     call: Callable[[], Any]
@@ -74,13 +74,13 @@ class PendingWrites:
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
         """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger cannot
+        The returned awaitable completes when the write has succeeded or has failed for the first time. While the ledger cannot
         be used, the awaitable completes at once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.
-            call: function that writes to the ledger. It is called in a thread, and again each time it has raised LedgerError,
-                so it must be safe to call repeatedly.
+            call: function that writes to the ledger. It is called in a thread. If it raises LedgerError, it is called again
+                later, so repeated calls must be safe.
             then: called in the event loop with the return value of `call`.
         """
         write = _Write(call, then)
@@ -125,7 +125,7 @@ class PendingWrites:
                 self._changed.set()
 
     async def flush(self) -> bool:
-        """Try each pending write once. Return whether all of them have succeeded."""
+        """Try to execute all pending writes. Return True if none are left."""
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):

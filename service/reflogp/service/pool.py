@@ -93,7 +93,7 @@ class WorkerHandle:
 
     @property
     def outgoing_bytes(self) -> int:
-        """Number of bytes that the worker has not read yet, including those that are still queued."""
+        """Number of bytes sent to the worker that it has not read yet, including those kept for its next process."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
@@ -121,7 +121,12 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping if the last ping was answered. Otherwise, add `passed` (in seconds) to `silent_seconds`."""
+        """Send a ping, or if the last ping is still unanswered, add `passed` to `silent_seconds`.
+
+        Args:
+            passed: seconds since the previous call.
+            late_after: the worker counts as late if a ping has been unanswered for more than this many seconds.
+        """
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -218,7 +223,7 @@ class Pool:
             try:
                 await self._on_death(worker, reason)
             except Exception:  # the job is later found to be running without a worker, and is queued again
-                logger.exception("could not requeue the work of worker %d after it ended", worker.number)
+                logger.exception("could not requeue the work of worker %d after its process ended", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 

@@ -147,9 +147,10 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Write to the ledger everything that has not been written yet.
+        """Stop the background tasks, and write to the ledger all job states that have not been recorded yet.
 
-        Call this method after all workers have exited. If the state of some jobs cannot be recorded, log how many.
+        Call this method after all workers have exited. If the states of some jobs cannot be recorded, log the number of those
+        jobs.
         """
         self.drain()
         if self._flusher is not None:
@@ -252,7 +253,8 @@ class Precompute:
     async def retry(self, job_id: str) -> Job:
         """Queue a failed or cancelled job again.
 
-        Raise Problem if the job is unknown or in another state, and LedgerError if the ledger cannot be used.
+        Raise Problem if the job is unknown or has neither failed nor been cancelled, and LedgerError if the ledger cannot be
+        used.
         """
         job = await self.get(job_id)
         if not await to_thread.run_sync(self._ledger.retry, job_id):
@@ -346,7 +348,7 @@ class Precompute:
                 await self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: queue its job again, or mark the job as failed.
+        """Handle the end of a worker's process: queue the worker's job again, or record that the job failed or was cancelled.
 
         Args:
             blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
@@ -372,7 +374,7 @@ class Precompute:
         if len(at_work) == 1 and at_work == known:
             poison |= dict.fromkeys(at_work, f"a worker died each time this sequence was scored ({reason})")
             suspects, narrowed = [], True
-            logger.warning("skipping a sequence that crashes workers: %s", next(iter(at_work)), extra={"job": job})
+            logger.warning("skipping a sequence that crashes workers; its key is %s", next(iter(at_work)), extra={"job": job})
         elif at_work:
             suspects = sorted(at_work)
         logger.warning("the job's worker ended: %s", reason, extra={"job": job})
@@ -402,7 +404,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the ledger write that records how a job ended on its worker."""
+        """Return the ledger write for a worker's message that it has finished or stopped its job."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -446,7 +448,7 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Update the metrics with the progress that a job has made since its previous report."""
+        """Update the metrics with the progress that a job has made since the worker's previous `progress` frame."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
@@ -458,7 +460,7 @@ class Precompute:
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `_assign`, and at least every _LOST_SECONDS.
+        """Assign jobs to workers after each call of `_assign`, and at least once every _LOST_SECONDS.
 
         This coroutine never returns. No other task claims jobs.
         """
@@ -479,17 +481,24 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Requeue all jobs that the ledger lists as running although no worker is running them."""
+        """Find all jobs that the ledger lists as running although no worker is running them.
+
+        Queue these jobs again, but end those that were cancelled.
+        """
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
         if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or the job's worker ended", known):
-            logger.info("requeued or, if cancelled, ended %s recorded as running without a worker", counted(lost, "job"))
+            logger.info(
+                "requeued %s that the ledger listed as running but no worker was running (cancelled jobs were ended instead)",
+                counted(lost, "job"),
+            )
 
     async def _assign_once(self) -> None:
-        """Assign a job to every idle worker.
+        """Assign queued jobs to idle workers.
 
-        If a queued job has a higher priority than a running job, interrupt the running job with the lowest priority.
+        If a job that remains queued has a higher priority than a running job, interrupt the running job with the lowest
+        priority.
         """
         assert self._pool is not None
         for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):

@@ -33,10 +33,10 @@ MEDIA_TYPE = "application/problem+json"
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
     (SnapshotNotFoundError, 404, "omit the snapshot number to read the latest snapshot"),
-    (LedgerDamagedError, 503, "ask an administrator to repair the ledger as described in the message"),
+    (LedgerDamagedError, 503, "ask an administrator to repair the ledger with the steps listed in this error"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
-    (DamagedStoreError, 503, "ask an administrator to run `reflogp store verify --repair`"),
+    (DamagedStoreError, 503, "ask an administrator to repair the store with `reflogp store verify --repair`"),
     (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
 #: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.
@@ -44,7 +44,7 @@ _LEDGER_SECONDS = "5"
 
 
 class ProblemBody(BaseModel):
-    """A problem, in RFC 9457 format."""
+    """The body of an error response: a problem in RFC 9457 format."""
 
     type: str = Field(default="about:blank", description="Kind of problem.")
     title: str = Field(description="Name of the HTTP status.")

@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
 
     def outgoing(self) -> int:
-        """Return the number of bytes passed to `send` that may not have been written to the process's stdin yet."""
+        """Return the number of bytes that were passed to `send` and are not yet known to have reached the process's stdin."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None if the process has exited."""

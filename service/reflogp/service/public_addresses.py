@@ -1,6 +1,7 @@
 """Check whether an IP address is public.
 
-The special networks are listed here, because the list in Python's ipaddress module differs between Python versions.
+This module has its own list of special-purpose networks, because the list in Python's ipaddress module differs between Python
+versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor on the node starts the process, and relays bytes between the process and the service. In the service's event loop, a
-RayProcess represents the worker process.
+For each worker process, an actor on the node starts the process and relays bytes between the process and the service. In the
+service's event loop, a RayProcess represents the worker process.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. If the relay does not do this in time, kill the relay; its worker then exits too."""
+        """See WorkerProcess.kill. If the relay does not kill the process in time, kill the relay; the process exits with it."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -223,23 +223,26 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Disconnect from the cluster, which ends any actors of this service that are still running."""
+        """Disconnect from the cluster. This ends all actors of this service that are still running."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker is still waiting for resources; the Ray cluster has %s", describe_cluster())
+            logger.warning(
+                "a worker is still waiting for resources; the Ray cluster has %s in total: add a node or stop other Ray jobs",
+                describe_cluster(),
+            )
         return str(await placing)
 
 
 def ray_workers(address: str | None, device: str, count: int | None, store: str, state: Path) -> RayWorkers:
-    """Connect to a Ray cluster and return the object that starts the service's workers there.
+    """Connect to a Ray cluster and return a RayWorkers, which starts the service's workers there.
 
     Args:
-        address: "auto", host:port, ray://host:port or "local"; None means the address in $RAY_ADDRESS or, if that is not set,
-            this machine.
+        address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
+            $RAY_ADDRESS, or "local" if the variable is not set.
         device: auto, cpu or cuda.
         count: number of workers; None means as many workers as the cluster's current resources allow.
         store: URI of the store.

@@ -1,4 +1,4 @@
-"""Look up a service's references, their tables and their snapshots, by name or id.
+"""Look up a service's references by name or id, and return their tables and snapshots.
 
 This module does not load any models. The registry is safe to use from several threads.
 """
@@ -87,7 +87,7 @@ class ReferenceRegistry:
         ]
 
     def model_of(self, name_or_id: str) -> Reference:
-        """Return a reference whose model this service can load.
+        """Return the reference in the settings with the given name or id. This service can load its model.
 
         Raise ReferenceNotFoundError if the reference is unknown, or is in the store but not in the settings.
         """
@@ -149,7 +149,7 @@ class ReferenceRegistry:
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
 
     def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
-        """Return a snapshot of a reference, with its index loaded.
+        """Return a snapshot of a reference. The snapshot's index is already loaded, so several threads can use the snapshot.
 
         Args:
             number: number of the snapshot, or None for the latest snapshot.

@@ -1,7 +1,7 @@
 """Give every request an id, and add the id to the response (X-Request-Id) and to log lines about the request.
 
-Callers may choose the id. This module also stores the W3C trace context (traceparent) of each request, so that the trace of a
-submitted job continues the caller's trace.
+A caller may choose the id by sending the same header. This module also stores the W3C trace context (traceparent) of each
+request, so that the trace of a submitted job continues the caller's trace.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Limit the total memory used by all requests in progress.
 
-A route reserves a request's memory before it reads the body. A request that is waiting for memory therefore holds none, so
-waiting requests cannot block each other. If a request needs more memory later, it does not wait: it gets the memory at once or
-fails with 503. Small requests have their own share of the memory, so they never wait for large ones. Within a share, requests
-are served in order of arrival.
+Before a route reads a request's body, it reserves memory for the request. A request that is waiting for memory therefore holds
+none, so waiting requests cannot block each other. If a request needs more memory later, it does not wait: it gets the memory at
+once or fails with 503. Small requests have their own share of the memory, so they never wait for large ones. Within a share,
+requests are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def default_request_memory(total_bytes: int) -> int:
 
 
 class _Share:
-    """A share of the memory. Requests that are waiting for memory are served in order of arrival."""
+    """The share of RequestMemory for small or for large requests. Waiting requests are served in order of arrival."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -140,7 +140,7 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in total.
+        """Set the reservation to `count` bytes.
 
         If the request has not reserved any memory yet, wait until the bytes are free; otherwise, do not wait (see `resize`).
 

@@ -1,8 +1,8 @@
 """Resolve the dataset paths in requests, and reject paths outside the root folders that an administrator has allowed.
 
 These functions block. A path is resolved when its job is submitted, and again when the job starts. As a further check, the
-worker opens the files through `confined_paths`, and accepts them only if their content has the digest that `resolve_path`
-returned.
+worker opens the dataset's files through `confined_paths`, and reads them only if their content has the digest that
+`resolve_path` returned.
 
 A path outside the roots gets the same response whether it exists or not.
 """
@@ -23,8 +23,8 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
 
-    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative paths and sha256 digests of the
-    dataset files in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
+    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative path and the sha256 of every
+    dataset file in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
     not read them.
 
     Raises:
@@ -43,12 +43,13 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
                 except PathError as error:
                     raise Problem(_STATUS[error.kind], str(error), error.next_step) from error
                 except FileChangedError as error:
-                    raise Problem(409, f"{path} is being written to", "submit the dataset when it is complete") from error
+                    next_step = "submit the job again when the dataset is complete"
+                    raise Problem(409, f"{path} is being written to", next_step) from error
     raise _outside()
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """Return the allowed root folder that contains a path from `resolve_path`.
+    """Return the allowed root folder that contains a path that `resolve_path` returned.
 
     Raise Problem if the path is no longer inside any root folder.
     """

@@ -3,8 +3,9 @@
 The log consists of lines of text or, with the setting `log_format = "json"`, of one JSON object per line. Records about a job
 include the job's id.
 
-When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests are given time
-to finish. After that, running jobs commit the values that they have computed so far, and the workers exit.
+When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests have
+_GRACE_SECONDS seconds to finish. After that, running jobs commit the values that they have computed so far, and the workers
+exit.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…"                            # of the token; create one with `reflogp token trainers`
+    sha256 = "…"                            # of the token; `reflogp token trainers` prints these lines
     scopes = ["read", "score"]
 """
 
@@ -74,12 +74,12 @@ class ReferenceSettings(BaseModel):
     )
     concurrency: int = Field(64, ge=1, description="remote: maximum number of concurrent requests to the server.")
     patience_seconds: float = Field(
-        300.0, gt=0, description="remote: maximum time to wait for a server that does not respond, in seconds."
+        300.0, gt=0, description="remote: maximum time in seconds to wait while the server is unreachable or busy."
     )
     check_claim: bool = Field(
         True,
-        description="remote: before storing any values, compare some values from the server with values computed from the "
-        "model's weights.",
+        description="remote: before storing any values, score a few sequences both locally and on the server, and compare the "
+        "values.",
     )
 
     @model_validator(mode="after")
@@ -88,7 +88,10 @@ class ReferenceSettings(BaseModel):
         for owner, names in owners.items():
             given = sorted(self.model_fields_set.intersection(names))
             if given and self.engine != owner:
-                raise ValueError(f"{given[0]} is a setting of engine {owner}, but this model's engine is {self.engine}")
+                raise ValueError(
+                    f"{given[0]} is a setting of engine {owner}, but this reference's engine is {self.engine}: "
+                    f'remove {given[0]}, or set engine = "{owner}"'
+                )
         if self.engine == "remote" and self.url is None:
             raise ValueError("engine remote requires a url")
         try:
@@ -130,14 +133,16 @@ class ServerSettings(BaseSettings):
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Host names that clients may use to reach the service, such as `data.example.org` or `*.example.org`. "
-        "Default: any name if there are tokens, otherwise none. Loopback names are always allowed. If there are tokens, so are "
-        "IP addresses.",
+        "Loopback names are always allowed. If `tokens` is set, IP addresses are always allowed too, and all names are allowed "
+        "by default.",
     )
     max_body_bytes: int = Field(
         256 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
     )
     max_json_bytes: int = Field(
-        2 << 20, gt=0, description="Maximum size of a JSON body in bytes. Larger requests must be sent as an Arrow stream."
+        2 << 20,
+        gt=0,
+        description="Maximum size of a JSON body in bytes. Larger lookups and scoring requests must be sent as Arrow streams.",
     )
     request_memory_bytes: int | None = Field(
         None,
@@ -148,7 +153,8 @@ class ServerSettings(BaseSettings):
     max_head_bytes: int = Field(
         32 << 10,
         gt=0,
-        description="Maximum size in bytes of a request's target (path and query), and also of all its headers together.",
+        description="Maximum size in bytes of a request's target (path and query). The same limit applies to the total size "
+        "of the request's headers.",
     )
     head_seconds: float = Field(
         10.0,
@@ -178,8 +184,7 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Number of days after which ended jobs, their results, and files that no upload or job refers to are "
-        "deleted.",
+        description="Number of days to keep ended jobs, their results, and dataset files that no upload or job uses.",
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
@@ -190,9 +195,9 @@ class ServerSettings(BaseSettings):
     devices: list[str] = Field(
         ["all"],
         min_length=1,
-        description="Devices to use, each with one worker process: `all` (every GPU, or the CPU if there is no GPU), `auto`, "
-        "`cpu`, `cuda:0`, … With tensor_parallel = N, there is one worker for every N GPUs. Workers without a job of their own "
-        "help with a running job.",
+        description="Devices to use, each with one worker process: `all` (every GPU, or the CPU if there is no GPU), `auto` "
+        "(one device, which the engine chooses), `cpu`, `cuda:0`, … With tensor_parallel = N, there is one worker for every N "
+        "GPUs. Workers without a job of their own help with a running job.",
     )
     executor: Literal["local", "ray"] = Field(
         "local", description="Where workers run: `local` (on this machine) or `ray` (on a Ray cluster)."
@@ -257,8 +262,8 @@ class ServerSettings(BaseSettings):
         0.002,
         ge=0,
         le=1,
-        description="Time in seconds to wait for further requests, so that their sequences can be scored in the same forward "
-        "passes.",
+        description="Time in seconds that a scoring request waits for further requests, so that their sequences can be scored "
+        "in the same forward passes.",
     )
     max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one scoring request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one scoring request.")
@@ -272,9 +277,9 @@ class ServerSettings(BaseSettings):
     )
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Prefixes of dataset URIs that jobs may name: https://host/folder/, s3://bucket/folder/, "
-        "hf://datasets/organisation/name. A host named in a prefix is trusted, even in a private network; https:// alone "
-        "allows all hosts with public addresses.",
+        description="Jobs may name datasets by URIs that start with one of these prefixes: https://host/folder/, "
+        "s3://bucket/folder/, hf://datasets/organisation/name. Default: none. A host named in "
+        "a prefix is trusted, even in a private network; https:// alone allows all hosts with public addresses.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")
     max_uploads_bytes: int = Field(
@@ -295,7 +300,10 @@ class ServerSettings(BaseSettings):
         description="An upload or fetch is stopped if it receives almost no data (less than 4 KiB) for this many seconds.",
     )
     max_row_bytes: int = Field(
-        64 << 20, gt=0, description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows."
+        64 << 20,
+        gt=0,
+        description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows, but a larger row in a CSV "
+        "file makes the job fail.",
     )
     row_seconds: float = Field(
         10.0,
@@ -324,7 +332,7 @@ class ServerSettings(BaseSettings):
             if name == "*":
                 raise ValueError("'*' would allow requests from pages on any site; list the service's host names instead")
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
-                raise ValueError(f"{name!r} is not a host name; write the name without scheme, port and path")
+                raise ValueError(f"{name!r} is not a host name; write the name without a scheme, port or path")
         return names
 
     @model_validator(mode="after")
@@ -337,7 +345,7 @@ class ServerSettings(BaseSettings):
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
             raise ValueError(
-                'with executor = "ray", set devices to only one of "all", "auto", "cpu" and "cuda"; '
+                'with executor = "ray", list only one device: "all", "auto", "cpu" or "cuda"; '
                 "to set the number of workers, use ray_workers"
             )
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):

@@ -8,11 +8,11 @@ rather than from a page of ours or from a program:
   rebinding), so unknown host names are rejected.
 - Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over
   HTTPS and to loopback addresses.
-- Origin is the page's site. Browsers send Origin with every request that can change something.
+- Origin is the scheme, host and port of the page's URL. Browsers send Origin with every request that can change something.
 
-Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. For methods that change something,
-the rule is the same as in Go's net/http.CrossOriginProtection. For read-only methods, the rule is the standard resource
-isolation policy (web.dev/articles/fetch-metadata).
+Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that change
+something are checked in the same way as by Go's net/http.CrossOriginProtection. Requests with read-only methods are checked by
+the standard resource isolation policy (web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep uploaded dataset files in one folder.
 
-Each file is named after its digest, so that a new upload does not affect readers of the old file. The ledger maps upload names
-to files. At any time, only one UploadFolder may use the folder. All methods except `receive` and `receive_nameless` are
-blocking calls.
+Each file is named after its digest, so that a new upload under an existing name does not affect readers of the previous file.
+The ledger maps upload names to files. At any time, only one UploadFolder may use the folder. All methods except `receive` and
+`receive_nameless` are blocking calls.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class UploadFolder:
 
         The file is kept for at least ten minutes, and after that for as long as a job needs it.
 
-        Raise the same Problems as `receive`, except those about the name.
+        Raise the same Problems as `receive`, except those about the name and the number of uploads.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
@@ -180,13 +180,10 @@ class UploadFolder:
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete unreferenced files that have been neither received nor returned by `resolve` since `older_than`.
+        """Delete files that no upload and no job uses, and return the number of deleted files.
 
-        Return the number of deleted files.
-
-        A file is referenced if it is used by an upload, or by a job that is not done. A failed or cancelled job still uses its
-        file, because the job can be retried. Files that were received, or returned by `resolve`, within the last ten minutes
-        are never deleted.
+        Keep files that were received, or returned by `resolve`, after `older_than` or within the last ten minutes. A failed or
+        cancelled job still uses its file, because the job can be retried. A job that is done does not.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()

@@ -71,7 +71,7 @@ class Checkpoint:
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
-        """Return the weight and code files, whose digests are part of the reference id."""
+        """Return the files whose digests are part of the reference id: weight files (also the adapter's) and code files."""
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
@@ -88,10 +88,11 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the files still contain this checkpoint's config, weight file names and adapter config.
+        """Return True if the config, the names of the weight files and the adapter's config have not changed since they were
+        read.
 
         Args:
-            read: for the path of each file, a function that returns the file's current content.
+            read: a dict from the path of each of the checkpoint's files to a function that returns the file's content now.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -158,7 +159,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         A Checkpoint: the config and the paths of the weight files. No tensor is loaded.
 
     Raises:
-        UsageError: the folder has no config.json, or an adapter's base model cannot be found.
+        UsageError: the folder has neither config.json nor adapter_config.json, or an adapter's base model cannot be used.
         CheckpointError: the weights are missing, truncated or unreadable, or exist only as pickles.
 
     Examples:
@@ -187,7 +188,7 @@ def _read_adapter(folder: Path) -> Checkpoint:
         config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or does not name a base model") from error
+        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or has no base_model_name_or_path") from error
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
         raise CheckpointError(f"{folder} contains no adapter_model.safetensors (pickled adapters are not accepted)")
@@ -196,7 +197,7 @@ def _read_adapter(folder: Path) -> Checkpoint:
     try:
         model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
     except UsageError as error:
-        raise UsageError(f"{folder} is an adapter of {base!r}, which cannot be used: {error}") from error
+        raise UsageError(f"{folder} is an adapter whose base model {base!r} cannot be used: {error}") from error
     return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
 
 
@@ -224,9 +225,9 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Return the sorted names of the weight files that a model.safetensors.index.json lists.
+    """Return the sorted names of the weight files that `index`, the content of a model.safetensors.index.json, lists.
 
-    Raises ValueError, KeyError or AttributeError if the content of this file is invalid.
+    Raises ValueError, KeyError or AttributeError if `index` is invalid.
     """
     return sorted(set(json.loads(index)["weight_map"].values()))
 
@@ -243,7 +244,7 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Read a safetensors header. Return the size in bytes of the complete file, and the header's entry for each tensor, by
+    """Read a safetensors header. Return the size in bytes that the file must have, and the header's entry for each tensor, by
     name."""
     try:
         with file.open("rb") as handle:

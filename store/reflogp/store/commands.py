@@ -17,13 +17,13 @@ from reflogp.store.windows import TrainerSettings
 class ScoreArguments:
     """The arguments of `reflogp score` that determine how it reads and tokenizes the dataset, and which values it stores.
 
-    The method `command` builds a command line with these arguments, for use in messages. Commands that look up stored values
-    take the same arguments.
+    The method `command` builds a command line with these arguments, for use in messages. Commands that look up stored values,
+    such as `reflogp join`, take the same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model's log-probs in the store were
-            computed.
+        dtype: compute dtype of the reference model, or "auto" for the dtype of the model's log-probs in the store (a default
+            dtype if the store has none).
         settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
             later, when the values are summed.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
@@ -70,8 +70,8 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block fails because the store has no values of the model, add to the error message that the user should run
-    `command` to score the data."""
+    """If the `with` block fails because the store does not exist or has no values of the model, append to the error message the
+    advice to score the data with `command`."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

@@ -71,8 +71,8 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: if True, merge only small shards, as scoring does automatically. If False, merge all shards, or do nothing
-            if their key ranges do not overlap and no shard is larger than twice `shard_bytes`.
+        only_small: if True, merge only shards below SMALL_BYTES, as scoring does automatically. If False, merge all shards, or
+            do nothing if their key ranges do not overlap and no shard is larger than twice `shard_bytes`.
         shard_bytes: approximate size of the new shards in bytes.
         progress: called with (rows written, total rows).
 
@@ -147,9 +147,9 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
     If several rows have the same key, only the row with the most log-probs is kept.
 
-    The key space is divided evenly. Because keys are digests, each part contains about the same number of keys. Each row group
-    is read once; rows that belong to a later part stay in memory until that part is yielded. The rows in memory are therefore
-    at most those of one part, plus one row group per shard.
+    Each table contains the keys of one of `parts` equal ranges. Because keys are digests, each range contains about the same
+    number of keys. Each row group is read once; rows that belong to a later range stay in memory until that range's table is
+    yielded. The rows in memory are therefore at most those of one range, plus one row group per shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -168,7 +168,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the rows that were not returned before and whose key begins with a 64-bit word below `behind`."""
+        """Return the rows, except those that earlier calls returned, whose key has a first 64-bit word below `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -195,21 +195,22 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
     try:
         return compact(table, only_small=True)
     except StoreError as error:
-        warnings.warn(f"small shards were not compacted, but the appended rows are stored: {error}", stacklevel=2)
+        warnings.warn(f"the appended rows are stored, but small shards were not compacted: {error}", stacklevel=2)
         return None
 
 
 def vacuum(
     table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
 ) -> list[str]:
-    """Delete shards that compaction replaced and files that were never committed, if they are older than the retention period.
+    """Delete replaced shards and uncommitted files after a retention period.
 
-    A snapshot can no longer be read after one of its shards is deleted.
+    Compaction leaves replaced shards, and crashed writers leave uncommitted files. A snapshot can no longer be read after one
+    of its shards is deleted.
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age, in hours, of the files to delete. It must be longer than the time for which any reader
-            uses an old snapshot, and longer than the time that any writer takes to prepare a commit.
+        retention_hours: minimum number of hours since a shard was replaced or an uncommitted file was written. Must be longer
+            than any reader uses an old snapshot, and longer than any writer takes to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
         alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
             store.
@@ -231,8 +232,8 @@ def vacuum(
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
-            f"a retention of {retention_hours} hours is too short: less than 1 hour needs --alone, which is safe only "
-            "if no other process is using the store"
+            f"a retention of {retention_hours} hours is too short: use at least 1 hour, or 0 hours with --alone if no other "
+            "process is using the store"
         )
     try:
         ahead = table.committed_at() - time.time()
@@ -255,7 +256,7 @@ def vacuum(
 
 
 def _require_every_file(table: LogprobTable) -> None:
-    """Raise DamagedStoreError unless every shard that the log lists exists, and the log agrees with its checkpoints."""
+    """Raise DamagedStoreError if the log or a checkpoint is damaged, or if a shard that the log lists is missing."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems
@@ -263,7 +264,7 @@ def _require_every_file(table: LogprobTable) -> None:
     if problems:
         file, problem = next(iter(problems.items()))
         raise DamagedStoreError(
-            f"{file} is damaged ({problem}). Before a vacuum, repair the table: {repair_command(table.uri)}"
+            f"the table is damaged ({file}: {problem}). Before a vacuum, repair the table: {repair_command(table.uri)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Verify the log and the shards of a table, and repair damage.
 
-Verification reads the whole table. A repair loses only damaged data: it removes damaged shards, and rewrites damaged log
-entries from their readable parts.
+Verification reads the whole table. A repair removes damaged shards, with all their rows, and rewrites damaged
+log entries from their readable parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Damage:
     Attributes:
         file: path of the file, relative to the table's folder.
         problem: what is wrong with the file.
-        rows: number of rows that cannot be read because of the damage, or None if unknown.
+        rows: number of rows in the damaged shard; None if unknown, or if the file belongs to the log.
     """
 
     file: str
@@ -49,7 +49,7 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
         The damaged files; an empty list if no file is damaged.
 
     Raises:
-        StoreUnavailableError: the storage does not respond.
+        StoreUnavailableError: the store cannot be read.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, verify
@@ -130,7 +130,7 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged log entries, and delete the checkpoints, because they may have been built from damaged entries."""
+    """Rewrite damaged log entries, and delete all checkpoints, which may have been built from the damaged entries."""
     if not files:
         return
 

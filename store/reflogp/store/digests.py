@@ -122,7 +122,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """A set of files that are opened together and stay readable, even if their paths are renamed or deleted.
+    """A set of files that are opened together and stay readable, even if they are renamed or deleted.
 
     If another file is moved to the path of an open file, reads still return the content of the open file. If a program writes
     to an open file, `check` detects the change. Use the set as a context manager to close the files on exit.
@@ -132,7 +132,7 @@ class OpenFiles:
             all of them again.
 
     Raises:
-        FileChangedError: at every attempt to open the files, one of them was changed or replaced.
+        FileChangedError: during every attempt to open the set, a file was changed or replaced.
         OSError: a file cannot be read.
     """
 
@@ -184,9 +184,9 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
     other files are moved to the original paths. Only this process can use the folder.
 
     Args:
-        files: open files, by their paths relative to the temporary folder.
-        name: name of the folder. transformers uses it in the names of the Python modules that it loads from the folder.
-        others: paths of additional files that are not open, by their names in the temporary folder, which links to these paths.
+        files: open files, by the relative paths of their links in the temporary folder.
+        name: name of the folder. When transformers loads Python modules from the folder, their names contain this name.
+        others: paths of additional files that are not open, by the names of their links in the temporary folder.
 
     Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
     """
@@ -276,12 +276,12 @@ def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
 
 
 def _hub_blob_digest(file: OpenFile) -> str | None:
-    """Return the sha256 that a hub cache uses as the file's blob name, or None if there is no such name or it cannot be
-    trusted.
+    """Return the sha256 that a hub cache uses as the file's blob name, or None if the file has no such name or the name
+    cannot be trusted.
 
     The hub's client stores a large file as a "blob" that is named after its sha256, and then links to it from a snapshot. The
-    name is trusted only if the blob was not written to after the oldest link to it was created. It is not trusted if another
-    user can write to the blob, or to the folder that contains the blob or the link. If the result is None, the file is hashed.
+    name is trusted only if the blob was not written to after the oldest link to it was created, and if no other user can write
+    to the blob, to the blob's folder or to the link's folder. If the result is None, the caller hashes the file.
     """
     try:
         if file.link is None or not file.path.is_symlink():
@@ -304,10 +304,10 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 class _Memory:
     """A cache of digests from earlier runs, with one small file for each hashed path.
 
-    If the cache folder cannot be used, files are hashed again. The folder and every file in it must belong to the current user
-    and must not be writable by anyone else. Otherwise, another user could write a false digest there, and thereby change the
-    reference id of this user's model. All files in the cache are opened through the descriptor of the folder that was checked,
-    so they are in that folder even if somebody renames the folders above it.
+    If the cache folder cannot be used, every run hashes the files again. The folder and every file in it must belong to the
+    current user and must not be writable by anyone else. Otherwise, another user could write a false digest to the cache, and
+    thereby change the reference id of this user's model. The cache folder is opened and checked once. Its files are then opened
+    relative to its descriptor, so they come from the checked folder even if somebody renames the folders above it.
     """
 
     def __enter__(self) -> _Memory:

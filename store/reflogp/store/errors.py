@@ -6,12 +6,12 @@ ReflogpError                    base class of all errors in all packages: the co
 └── StoreError                  something is wrong with the store or with a checkpoint
     ├── StoreFormatError        the store was written by a newer version of reflogp
     ├── StoreUnavailableError   the store cannot be opened, read or written
-    ├── DamagedStoreError       parts of the store are damaged, but the call needs all of it
+    ├── DamagedStoreError       parts of the store are damaged, but the call needs the whole store
     ├── ReferenceNotFoundError  the store has no values for this reference model
     ├── SnapshotNotFoundError   there is no snapshot with this number, or it was vacuumed
     ├── CheckpointError         weight files are missing, truncated or in a format that is not accepted
     └── FileChangedError        a file was replaced or written to while it was being read
-        └── ContentMismatchError   the file's content does not match an id or a digest
+        └── ContentMismatchError   the file's content does not match the expected id or digest
 
 StoreDamageWarning (a UserWarning): part of the store is damaged and was ignored. The message names that part.
 """
@@ -46,7 +46,7 @@ class DamagedStoreError(StoreError):
 
 
 class StoreDamageWarning(UserWarning):
-    """A part of the store is damaged; its rows count as missing, and the other rows can still be read."""
+    """Part of the store is damaged. The rows in that part count as missing; all other rows can still be read."""
 
 
 class ReferenceNotFoundError(StoreError):
@@ -66,4 +66,4 @@ class FileChangedError(StoreError):
 
 
 class ContentMismatchError(FileChangedError):
-    """A file's content does not match an id or a digest; reading it again does not help."""
+    """A file's content does not match the expected id or digest; reading it again does not help."""

@@ -69,7 +69,7 @@ class Contents:
             found = json.loads(file.read_text(encoding="utf-8"))
             contents = cls(**{**found, "files": dict(found["files"])})
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
-                raise ValueError("rows or reference_id has the wrong type")
+                raise ValueError("the value of 'rows' or 'reference_id' has the wrong type")
             if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
                 raise ValueError(f"an export cannot contain a file named {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -82,7 +82,7 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the files in an export's folder whose sha256 differs from the one in contents.json.
+        """Return the paths, within `folder`, of those files whose sha256 differs from the one in contents.json.
 
         Raises UsageError if a file is missing.
         """
@@ -101,7 +101,7 @@ class Imported:
         rows: number of rows in the export.
         written: number of rows written; the others were skipped, because the store already had at least as many values for
             their keys.
-        snapshot: number of the first snapshot that contains all the rows.
+        snapshot: number of a snapshot that contains all the rows.
     """
 
     reference_id: str
@@ -113,7 +113,7 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Export a snapshot to a folder: its rows as Parquet files, with a README.md and two JSON files.
+    """Export a snapshot: write its rows to a folder as Parquet files, together with a README.md and two JSON files.
 
     The files `data/*.parquet` have one row per key and are sorted by key. reference.json describes the reference model, and
     contents.json lists the files' digests.
@@ -195,8 +195,8 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
             then written.
 
     Returns:
-        An Imported with the number of rows in the export, the number of rows written, and the number of the first snapshot that
-        contains all rows.
+        An Imported with the number of rows in the export, the number of rows written, and the number of a snapshot that
+        contains all the rows.
 
     Raises:
         UsageError: the folder is not an export, or its rows are invalid. Nothing is written.
@@ -225,7 +225,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     try:
         reference = Reference.from_json((source / REFERENCE_FILE).read_text())
         if contents is not None and contents.reference_id != reference.reference_id:
-            raise ValueError(f"{REFERENCE_FILE} and {CONTENTS_FILE} name different references")
+            raise ValueError(f"{REFERENCE_FILE} and {CONTENTS_FILE} contain different reference ids")
         total = sum(pq.read_metadata(file).num_rows for file in files)
         done = 0
         for file in files:
@@ -251,7 +251,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
                     progress(done, 2 * total)
         except (OSError, ValueError, pa.ArrowException) as error:
             said = sentence(error)
-            raise StoreUnavailableError(f"{file} can no longer be read: {said}; {written} rows were imported") from error
+            raise StoreUnavailableError(f"{file} can no longer be read: {said}; rows imported so far: {written:,}") from error
     return Imported(reference.reference_id, total, written, snapshot)
 
 
@@ -272,7 +272,7 @@ def _problem_of(rows: pa.Table) -> str | None:
 
 
 def _parsed(provenance: str) -> dict[str, Any] | None:
-    """Return a row's provenance, or None if it is not a JSON object."""
+    """Parse a row's provenance. Return None if it is not a JSON object."""
     try:
         found = json.loads(provenance)
     except (ValueError, RecursionError):
@@ -281,7 +281,7 @@ def _parsed(provenance: str) -> dict[str, Any] | None:
 
 
 def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: Counter[str]) -> str:
-    """Return the text of an export's README.md, which is its dataset card on the Hub.
+    """Return the text of an export's README.md, which becomes the dataset card if the export is pushed to the Hub.
 
     Args:
         reference: the reference model whose log-probs the export contains.
@@ -320,12 +320,12 @@ The files contain only numbers: hashes of token ids, lengths and log-probabiliti
 | --- | --- | --- |
 | `key` | binary | 16 bytes that identify a sequence by its token ids |
 | `prompt_len`, `completion_len` | int32 | number of tokens in the prompt and in the whole completion |
-| `scored_len` | int32 | number of values in `token_logps`, which belong to the first tokens of the completion |
+| `scored_len` | int32 | number of values in `token_logps`, one for each of the first `scored_len` tokens of the completion |
 | `token_logps` | list of float32 | log p(token given all tokens before it), in nats |
 | `logp_sum` | float64 | sum of `token_logps` |
 | `provenance` | string | JSON: how the values were computed |
 
-`datasets.load_dataset` reads this folder or dataset. To train with these values, add them to a reflogp store:
+Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
 
     reflogp store pull ./logps hf://datasets/ORGANISATION/NAME     from the Hub
     reflogp store import ./logps FOLDER                            from a folder

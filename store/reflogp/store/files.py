@@ -1,8 +1,8 @@
 """Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
-A file is written under a temporary name in the same folder and then renamed. The cache folder contains file digests and
-compiled kernels. A later run trusts the digests and executes the kernels, so they must have been written by the current user,
-even if several users share the folder.
+A file is written under a temporary name in the same folder and then renamed. Cache folders contain data that
+later runs trust, such as file digests, and compiled kernels that later runs execute. These files must therefore have been
+written by the current user. If several users share the parent folder, each of them has a separate cache folder.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open a folder and return its file descriptor. The folder is created with mode 0700 if it does not exist.
+    """Open a folder, check that only the current user can write to it, and return its file descriptor.
 
-    The descriptor always refers to the folder that was checked, even if somebody renames the folders above it.
+    The folder is created with mode 0700 if it does not exist. The descriptor refers to the checked folder even if somebody
+    renames the folders above it.
 
     Raises OSError if the folder cannot be created or is a symbolic link, and PermissionError if another user owns the folder or
     can write to it.

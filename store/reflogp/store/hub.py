@@ -90,7 +90,7 @@ class HubFile:
         return f"{HubPlace(self.place.repository)}/{self.path}"
 
     def download(self) -> Path:
-        """Download the file to huggingface_hub's cache and return its path. An interrupted download is resumed.
+        """Download the file to huggingface_hub's cache and return the cached file's path. An interrupted download is resumed.
 
         Raises:
             UsageError: the file does not exist, or the token has no permission to read it.
@@ -141,7 +141,7 @@ class HubFile:
             except EntryNotFoundError as error:
                 raise UsageError(f"{self.place} has no file {self.path}") from error
         if about.commit_hash is None or about.size is None:
-            raise StoreUnavailableError(f"{self.place}: the response of the Hub lacks the commit or the size of {self.path}")
+            raise StoreUnavailableError(f"{self.place}: the Hub's response lacks the commit id or the size of {self.path}")
         return about.commit_hash, about.size
 
 
@@ -176,7 +176,7 @@ def push_table(
     """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
     The dataset card says how the values were computed. Files that an interrupted push already uploaded are not uploaded again.
-    The repository's other files are kept, and so is a dataset card that somebody has edited.
+    The push replaces the files of an earlier push. It keeps all other files, and a dataset card that somebody has edited.
 
     Args:
         table: the table to push.
@@ -187,8 +187,9 @@ def push_table(
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository contains other data, or rows that the snapshot lacks; the repository was changed during the
-            push; or the token has no permission to write to it.
+        UsageError: the repository is damaged, or it contains data that reflogp did not push, log-probs of another reference
+            model, or rows that the snapshot lacks; the repository was changed during the push; or the token has no permission
+            to write to it.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -202,8 +203,8 @@ def push_table(
     there = repository.contents(replace=replace)  # a new repository is read too: another push may have filled it by now
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
-            f"{place} contains reference {there.reference_id}, not {table.reference.reference_id}. A repository can contain "
-            "only one reference: choose another repository"
+            f"{place} contains log-probs of reference {there.reference_id}, not of {table.reference.reference_id}. A "
+            "repository can contain the log-probs of only one reference: push to another repository"
         )
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
         folder = Path(scratch) / "export"
@@ -299,29 +300,31 @@ class _Repository:
             except UsageError as error:
                 if replace:
                     return None
-                raise UsageError(f"{self.place} is damaged: {error}; push with --replace to write it again") from error
+                raise UsageError(f"{self.place} is damaged: {error}; to repair it, push again with --replace") from error
         if read_only:
-            raise UsageError(f"{self.place} was not written by `reflogp store push`: it has no {CONTENTS_FILE}")
+            raise UsageError(
+                f"{self.place} was not written by `reflogp store push`: it lacks {REFERENCE_FILE} or {CONTENTS_FILE}"
+            )
         if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
             raise UsageError(
-                f"{self.place} contains other data ({others[0]}, …): use a separate repository for these log-probs"
+                f"{self.place} contains data that reflogp did not push, such as {others[0]}: push to another repository"
             )
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return True if the repository has all of the export's files, and its Parquet files have the same sha256 as the
-        export's."""
+        """Return whether the repository has all files of an export, and its Parquet files have the sha256 that `contents`
+        lists."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
     def download(self, contents: Contents) -> Path:
         """Download the export and return its folder. Raises UsageError if the export is damaged.
 
-        If a file's sha256 is wrong, the file is downloaded once more before the error is raised.
+        A file with a wrong sha256 is downloaded once more; the error is raised only if the second copy is wrong too.
         """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
-            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing")
+            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing; push with --replace to write it again")
         with told(self.place):
             self._api.snapshot_download(
                 self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
@@ -329,11 +332,15 @@ class _Repository:
         for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(f"{self.place} is damaged: the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}")
+            raise UsageError(
+                f"{self.place} is damaged: the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}; "
+                "push with --replace to write it again"
+            )
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Upload the export in `folder`, and delete the previous export's other Parquet files, in a single commit."""
+        """Upload the export in `folder`. The same commit deletes the previous export's Parquet files that are not in the new
+        export."""
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
@@ -370,7 +377,10 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
                 lengths = snapshot.stored_lengths(batch["key"])
                 lacking += int((lengths < batch["scored_len"].to_numpy()).sum())
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise UsageError(f"{repository.place} is damaged: {name} cannot be read ({sentence(error)})") from error
+            raise UsageError(
+                f"{repository.place} is damaged: {name} cannot be read ({sentence(error)}); "
+                "push with --replace to write it again"
+            ) from error
     if lacking:
         raise UsageError(
             f"{repository.place} has {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "

@@ -5,11 +5,11 @@ with media. The media can be in a column or in a part of a message's content (se
 and parts come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages
 (`image_url`, `input_audio`, …).
 
-A processor represents an image by many copies of one placeholder token. Two rows that differ only in their images therefore
-have the same token ids, and would have the same key. To avoid this, each copy is replaced with an image id, a number that is
-too large for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image
-processor's settings and the copy's position in the image. Everything that works on token ids (keys, truncation, shared
-prefixes, joins) then works on rows with images too. The keys of text-only rows are not affected.
+A processor represents an image by many copies of one placeholder token. Two rows that differ only in their images can therefore
+have the same token ids, and would then have the same key. To avoid this, each copy is replaced with an image id, a number that
+is too large for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image
+processor's settings, the number of copies and the copy's index among them. Everything that works on token ids (keys,
+truncation, shared prefixes, joins) then works on rows with images too. The keys of text-only rows are not affected.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return the `type` of a content part if it is a media type; otherwise, the part's first media key, or None for text."""
+    """Return a content part's `type` if it names a medium. Otherwise, return the part's first media key, such as `image_url`,
+    or None if the part has no such key."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -176,15 +177,14 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of a model's image token, whose embedding the model replaces with image features, or None for a text-only
-    model."""
+    """Return the id of the token whose embeddings the model replaces with image features; return None for a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
 
 
 class ImageTokens:
-    """Tokenizes text with images, given only the sizes and modes of the images. No pixels are read, resized or copied.
+    """Tokenizes text with images, given only the sizes and modes of the images. The images' pixels are not needed.
 
     The tokens that a processor returns depend only on the sizes of the images, not on their pixels. The processor is therefore
     called with blank images, and its image processor runs once for each combination of sizes and modes. An image whose mode the
@@ -261,7 +261,7 @@ class ImageTokens:
             )
         if counts and min(counts) < FEWEST_TOKENS:
             raise UsageError(
-                f"an image has {min(counts)} tokens; at least {FEWEST_TOKENS} tokens are needed to identify an image"
+                f"an image has {counted(min(counts), 'token')}; at least {FEWEST_TOKENS} tokens are needed to identify an image"
             )
         at = 0
         for (digest, _), count in zip(images, counts, strict=True):

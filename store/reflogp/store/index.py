@@ -1,7 +1,7 @@
 """Look up keys in a sorted index, which points to the row with the most log-probs for each key.
 
-An index is built either once, for all keys of a snapshot, or again for each lookup, from only the row groups that the lookup
-reads. This module reads no files.
+An index covers either all keys of a snapshot, and is then built once, or only the row groups that can contain the keys of one
+lookup, and is then built for that lookup only. This module reads no files.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ class Places:
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def take(self, order: Int64s | slice) -> Places:
-        """Return the results for some of the keys, or for all keys in a different order."""
+        """Return the results at the indices `order`, in that order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Look up keys in a layer. Update the result of each key whose row in the layer has more values than the row that was
-        found so far.
+        """Look up keys in one more layer. If the layer's row for a key has more values than the key's current result, replace
+        that result.
 
         Args:
             layer: the layer to search.
             hi, lo: first and second 64-bit word of each key to look up.
-            asked: for each key to look up, the index of its result in this object; None if the keys are exactly those of this
-                object, in the same order.
+            asked: for each key to look up, the index of its result in this object, or None if key i has result i.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -92,7 +91,7 @@ class Layer:
         Args:
             columns: table with the columns key, scored_len and logp_sum.
             file: index of the shard.
-            rows: index of each row in the shard, or None for 0, 1, 2, ….
+            rows: for each row of `columns`, its index in the shard; None for 0, 1, 2, ….
         """
         hi, lo = keys_as_words(columns["key"])
         if rows is None:

@@ -60,9 +60,9 @@ class Asked:
     """The keys to look up for n rows, and how many values of each sequence are needed.
 
     Attributes:
-        columns: name of the reference column for each token column.
-        keys: n keys for each token column.
-        needed: for each token column, the number of values needed from the start of each completion, int64 of shape (n,).
+        columns: name of the reference column for each completion column.
+        keys: n keys for each completion column.
+        needed: for each completion column, the number of values needed from the start of each completion, int64 of shape (n,).
         dropped: rows that TRL's length filter would drop, bool of shape (n,).
     """
 
@@ -91,8 +91,8 @@ class Join:
     Attributes:
         logps: summed log-probs for each reference column, float32 of shape (n,); NaN for a sum whose values are missing or
             damaged.
-        keys: n keys for each token column; the columns are in the same order as in `logps`.
-        tokens: for each token column, the number of log-probs in each sum, int64 of shape (n,).
+        keys: n keys for each completion column, in the order of the corresponding reference columns in `logps`.
+        tokens: for each completion column, the number of log-probs in each sum, int64 of shape (n,).
         missing: rows for which the snapshot lacks at least one of the needed values, bool of shape (n,).
         unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
         dropped: rows that TRL's length filter would drop, bool of shape (n,).
@@ -160,7 +160,8 @@ def join_logps(
             None to give all tokens the same weight. It must be None for rows that are not pairs.
 
     Returns:
-        A Join: the sums in nats, as float32, and the rows whose sums are missing or unusable.
+        A Join with the sum of each completion's log-probs, in nats, and with masks of the rows whose values are missing or
+        unusable.
 
     Raises:
         UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.

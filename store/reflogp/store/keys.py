@@ -47,7 +47,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         raise UsageError(f"{name}: expected lists of integers, got Arrow type {array.type}")
     if array.null_count:
         rows = np.flatnonzero(np.asarray(array.is_null()))
-        raise UsageError(f"{name}: the list at position {rows[0]} is null (null lists in total: {len(rows)})")
+        raise UsageError(f"{name}: the list at index {rows[0]} is null (null lists in total: {len(rows)})")
     flat = array.flatten()
     if flat.null_count:
         raise UsageError(f"{name}: expected integers, got {counted(flat.null_count, 'null token id')}")
@@ -67,16 +67,16 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 
 
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
-    """Convert Python lists or numpy arrays to an Arrow list array, without changing the type of their values.
+    """Convert Python lists or numpy arrays to an Arrow list array.
 
-    The type of the values is left for Arrow to infer, because Arrow would truncate floats if int64 were requested.
+    Arrow infers the type of the values, because it would truncate floats without an error if int64 were requested.
     """
     try:
         array = pa.array(lists)
     except (pa.ArrowInvalid, OverflowError):  # lists of integers with different numpy types, or ranges
         arrays = [np.asarray(entry) for entry in lists]
         if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
-            raise UsageError(f"{name}: expected lists of integers, got {strange[0]}") from None
+            raise UsageError(f"{name}: expected lists of integers, got values of type {strange[0]}") from None
         array = pa.array([entry.astype(np.int64) for entry in arrays], pa.list_(pa.int64()))
     without_values = pa.types.is_null(array.type) or (pa.types.is_list(array.type) and pa.types.is_null(array.type.value_type))
     return array.cast(pa.list_(pa.int64())) if without_values else array

@@ -1,4 +1,4 @@
-"""Read the Delta log entry by entry when delta-rs cannot read it, and repair damaged entries.
+"""Read a table's Delta log without delta-rs, to detect damaged entries, and repair them.
 
 Each reflogp commit records its changes twice: in its actions, and in its commitInfo (see the function `redundant`). Damage to
 an entry is therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log
@@ -49,8 +49,8 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return the description of a commit's changes for its commitInfo: the added shards with their digests, and the paths of
-    the removed shards."""
+    """Return the copy of a commit's changes that its commitInfo contains: the added shards with their digests, and the paths
+    of the removed shards."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -104,9 +104,10 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """Return the path of `_last_checkpoint`, which points to the latest checkpoint, and the paths of the checkpoint files.
+    """Return the paths of the checkpoint files, preceded by the path of `_last_checkpoint` (the pointer to the latest
+    checkpoint) if that file exists.
 
-    A checkpoint summarizes the log up to one entry, so all these files can be rebuilt from the entries.
+    A checkpoint summarizes all entries up to a certain one, so all these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -228,8 +229,10 @@ def checked(
 
 
 def repaired(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return new content for a damaged entry. It keeps the readable lines, and adds every undamaged shard whose name is in the
-    entry's bytes, unless the entry removes that shard.
+    """Return new content for a damaged entry.
+
+    The new entry adds every undamaged shard whose name is in the old entry's bytes, except the shards that the old entry
+    removes. These removals are kept, and so are the readable lines that neither add nor remove shards. The commitInfo is new.
 
     Args:
         entry: the damaged entry.

@@ -94,9 +94,9 @@ class Reference:
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a human-readable label: the name that the folder or hub model had when its first log-probs were stored. The name
-            is not part of the id.
-        dtype: compute dtype of the model: one of the values of `Dtype`.
+        name: name of the model's folder, or the model's hub id. A store keeps the name under which it first stored the
+            reference. The name is not part of the reference id.
+        dtype: dtype that the model computes in, one of the values of `Dtype`.
         lm_head_dtype: dtype in which the output layer computes logits.
         weights: sorted sha256 digests of the weight files.
         config: the entries of config.json that can change a log-prob, including quantization.
@@ -195,10 +195,11 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references: one for each combination of a compute dtype and a dtype for logits.
+    """Return a model's references for all compute dtypes.
 
-    If `lm_head_dtype` is None, each compute dtype except float32 has two references: one with logits in that dtype and one with
-    logits in float32. The arguments and errors are the same as for `describe_reference`. The weights are hashed only once.
+    If `lm_head_dtype` is None, return two references for each compute dtype except float32: one with logits in that dtype and
+    one with logits in float32. Otherwise, return one reference for each compute dtype, with logits in `lm_head_dtype`. The
+    other arguments and the errors are the same as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -213,7 +214,7 @@ class OpenModel:
     """A model folder whose files stay open, so that the model is loaded from the content that was hashed.
 
     Attributes:
-        reference: the reference for these files and the given dtypes.
+        reference: the reference for these files and the dtypes given to `open_model`.
         checkpoint: the config and the paths of the files.
         files: the open files of the checkpoint.
         digests: sha256 of each weight and code file, by path.
@@ -248,11 +249,12 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        If the system does not support such paths (see `folder_of_open_files`), the checkpoint has the original ones.
+        If the system does not support paths to open files (see `folder_of_open_files`), yield the checkpoint with its original
+        paths.
 
-        The folder's other files, which do not affect the id, can be read through the checkpoint too. On exit from the block,
-        all files are checked for changes since they were opened. Leave the block only after the weights have been copied into
-        memory, because later changes to the files are not detected.
+        The folder of the checkpoint also contains the model folder's other files, which do not affect the reference id. On exit
+        from the `with` block, all open files are checked for changes since they were opened. Leave the block only after the
+        weights have been copied into memory, because later changes to the files are not detected.
 
         Raises FileChangedError if a file was written to after it was opened. If reflogp raises an error in the block, the
         temporary paths in its message are replaced with the original ones.
@@ -327,7 +329,8 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 
 @contextmanager
 def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
-    """Yield a temporary folder with a model folder's open files and links to its other files; see `folder_of_open_files`."""
+    """Yield a temporary folder with links to the open files and the other files of a model folder; see
+    `folder_of_open_files`."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
     taken = {Path(name).parts[0] for name in here}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}

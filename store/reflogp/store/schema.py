@@ -68,7 +68,7 @@ def shard_table(
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
     """Return the float64 sum of the first `lengths[i]` values of each list i, or of all its values if `lengths` is None.
 
-    Each row is summed separately, so a non-finite value affects only its own row.
+    Each list is summed separately, so a non-finite value affects only the sum of its own list.
     """
     offsets = lists.offsets.to_numpy().astype(np.int64)
     starts, stops = offsets[:-1], offsets[1:]
@@ -93,16 +93,16 @@ def problem_of_rows(rows: pa.Table) -> str | None:
         return f"{np.count_nonzero(~np.isfinite(values))} values are not finite"
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
     if (lengths != rows["scored_len"].to_numpy()).any():
-        return "a scored_len differs from the number of values in its row"
+        return "a row's scored_len is not the number of its token_logps"
     if (lengths > rows["completion_len"].to_numpy()).any():
-        return "a row has more values than its completion has tokens"
+        return "a row has more token_logps than its completion has tokens"
     if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
-        return "a logp_sum is not the sum of its row's values"
+        return "a row's logp_sum is not the sum of its token_logps"
     return None
 
 
 def one_array(array: Any) -> Any:
-    """Return a single Arrow array; the chunks of a chunked array are concatenated."""
+    """Return a chunked array as one Arrow array, by concatenating its chunks. Return any other array unchanged."""
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:
@@ -134,7 +134,7 @@ def stream_bytes(table: pa.Table) -> bytes:
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
     """Encode tables as one Arrow IPC stream, and yield its messages.
 
-    The concatenated messages equal the result of `stream_buffer`.
+    The concatenated messages equal the result of `stream_buffer` for the concatenated tables.
     """
     yield schema.serialize()
     for table in tables:

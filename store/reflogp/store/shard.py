@@ -39,7 +39,7 @@ class ShardDamageError(Exception):
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Sort rows as in a shard: by key, and rows with the same key by their number of values, in descending order."""
+    """Sort rows as in a shard: by key, and among rows with the same key, those with more values first."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
@@ -112,7 +112,7 @@ class Shard:
     """One shard of a table, which can be read as a whole or in parts.
 
     Methods raise ShardDamageError if the file is missing or its content is not what was written, and StoreUnavailableError if
-    the storage does not respond.
+    the storage fails.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
@@ -125,14 +125,14 @@ class Shard:
             return _groups(file.metadata)
 
     def index_columns(self, groups: Sequence[int] | None = None) -> pa.Table:
-        """Return key, scored_len and logp_sum of the given row groups, or of all row groups."""
+        """Return the columns key, scored_len and logp_sum of the row groups with the given indices, or of all row groups."""
         with self._open() as file:
             if groups is None:
                 return file.read(columns=INDEX_COLUMNS)
             return file.read_row_groups(list(groups), columns=INDEX_COLUMNS)
 
     def rows(self, groups: Sequence[int]) -> pa.Table:
-        """Return the given row groups with all columns."""
+        """Return all columns of the row groups with the given indices."""
         with self._open() as file:
             return file.read_row_groups(list(groups)).cast(SCHEMA)
 
@@ -143,7 +143,8 @@ class Shard:
                 yield file.read_row_group(index)
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """Read one column of the given rows in parts. For each part, yield a slice of `rows` and the values of these rows.
+        """Read one column of the given rows in parts. For each part, yield the slice of `rows` that it covers, and the column's
+        values for these rows.
 
         Only the row groups that contain the rows are read. Each part covers row groups with a total size of at most READ_BYTES,
         or one larger row group. Memory use is therefore bounded for any number of rows.
@@ -173,7 +174,7 @@ class Shard:
                 at = stop
 
     def digest(self) -> str:
-        """Return the digest of the file's current content; see `shard_digest`."""
+        """Return the digest of the file's current content; see `shard_digest`. Errors of the storage are passed on."""
         try:
             with self._filesystem.open_input_stream(self.path) as source:
                 found = hashlib.blake2b(digest_size=16)
@@ -210,7 +211,8 @@ class Shard:
 
 
 class _OpenShard:
-    """A context manager that opens the Parquet file, and converts errors from Arrow and the storage into the store's errors."""
+    """A context manager that opens a shard's file, and converts errors from Arrow and the storage into ShardDamageError or
+    StoreUnavailableError."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
         self._filesystem, self._path = filesystem, path

@@ -1,10 +1,10 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
 How keys are looked up depends on the number of rows in the snapshot. For up to INDEX_ROWS rows, an index of all keys is kept in
-memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can contain
-the keys. Because shards are sorted, a lookup of a few keys reads only a few row groups, and a large lookup is a single pass
-over the shards. In both cases, token values are read only for a request that needs more than the number and the sum of each
-row's values. A snapshot never writes to the store.
+memory, which suits many small lookups. For more rows, each lookup reads the columns key, scored_len and logp_sum (the index
+columns) of the row groups that can contain the keys. Because shards are sorted, a lookup of a few keys reads only a few row
+groups, and a large lookup is a single pass over the shards. In both cases, token values are read only for a request that needs
+more than the number and the sum of each row's values. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that a scoring service returns for a lookup over HTTP.
 """
@@ -192,10 +192,10 @@ class Snapshot:
         return repair_command(self._table_uri)
 
     def require_whole(self) -> None:
-        """Raise DamagedStoreError if a shard is known to be damaged, or is missing from the folder.
+        """Raise DamagedStoreError if a shard is known to be damaged or missing.
 
-        If the snapshot keeps its index in memory, this check completes the index, and therefore reads the index columns of
-        every shard that is not in it yet.
+        A snapshot that keeps its index in memory first adds to the index all shards that are not in it yet, which finds
+        unreadable ones. Any other snapshot only lists the table's folder to find missing shards.
         """
         if len(self) <= self._index_rows:
             self._load_index()
@@ -240,7 +240,7 @@ class Snapshot:
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
         """Look up sorted keys without an index, in one pass over the row groups that can contain them.
 
-        Only the keys and a few row groups are in memory at a time.
+        Only the keys and the entries of at most _READERS * _GROUPS_AT_ONCE row groups are in memory at a time.
         """
         places, lock = Places.none(len(hi)), threading.Lock()
 
@@ -258,7 +258,7 @@ class Snapshot:
         return places
 
     def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
-        """Yield the index entries of all row groups whose key range contains at least one of the keys."""
+        """Yield index entries for the row groups of shard `number` whose key range contains at least one of the keys."""
         shard = self._shards[number]
         least = np.array([group.least for group in shard.groups], np.uint64)
         greatest = np.array([group.greatest for group in shard.groups], np.uint64)
@@ -283,7 +283,7 @@ class Snapshot:
             self.damaged[path] = str(error)
             warnings.warn(
                 f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                f"missing. {self.repair_command()} removes it, and the next `reflogp score` scores its rows again",
+                f"missing. Run {self.repair_command()} to remove the shard; the next `reflogp score` scores its rows again",
                 StoreDamageWarning,
                 stacklevel=2,
             )
@@ -307,7 +307,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
-        If `some` is given, the result contains only the keys at these indices.
+        If `some` is given, return only the values of the keys at these indices.
         """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
@@ -354,7 +354,7 @@ class Found:
         """Return the sum of the first `lengths[i]` values of each key i, float64 of shape (n,).
 
         A key's sum is NaN if the snapshot has fewer values for it than requested, or if its values are damaged. Token values
-        are read only for rows whose stored length differs from the requested length.
+        are read only for keys that have more stored values than requested.
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -398,13 +398,14 @@ _BATCH_KEYS = 131_072
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """Return the Arrow schema of the response to a lookup. The schema's metadata contains reference_id and snapshot."""
+    """Return the Arrow schema of the response to a lookup. The schema's metadata contains the reference id and the snapshot's
+    number."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
 
 def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """Return the response to a lookup of n keys, as a table. The table's metadata contains reference_id and snapshot.
+    """Return the response to a lookup of n keys, as a table with the schema from `answer_schema`.
 
     Args:
         snapshot: the snapshot that the keys were looked up in.

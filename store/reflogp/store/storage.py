@@ -1,7 +1,7 @@
 """Access a store's files, in a local folder or an object store, through an Arrow filesystem.
 
-Files are accessed through delta-rs' object store client, so that data files, reference.json and the Delta log use the same
-credentials.
+Files are accessed through delta-rs' object store client, so that the same credentials work for data files, reference.json and
+the Delta log.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return whether there may be a store at `uri`: False only if `uri` is a local path and not that of a folder.
+    """Return whether there may be a store at `uri`: False only if `uri` is a local path at which there is no folder.
 
     The result is always True for object stores, which have no folders.
     """
@@ -69,7 +69,8 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return an Arrow filesystem that uses delta-rs, rooted at `uri`. Files written to it appear either complete or not at all.
+    """Return an Arrow filesystem that uses delta-rs and whose root is `uri`. Files written to it appear either complete or not
+    at all.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
@@ -112,7 +113,8 @@ def make_folder(uri: str) -> None:
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
     """Write a file. If the write is interrupted, the partial file is deleted.
 
-    The file appears only when it is closed: delta-rs then renames the temporary file, or completes the upload.
+    The file appears only when the stream to it is closed: delta-rs then renames the temporary file (in a local folder) or
+    completes the upload (to an object store).
     """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
@@ -126,7 +128,7 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 
 
 def unfinished_files(uri: str) -> list[Path]:
-    """Return the files left behind by writes that failed or were killed.
+    """Return the incomplete files left behind by writes that failed or were interrupted.
 
     In a local folder, delta-rs writes a file as `path#1`, and renames it when it is complete. The list is empty for object
     stores.
@@ -151,8 +153,8 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    An object store's message can have several lines. ANSI color codes are removed. If the message is an XML document, only the
-    text of its <Message> element is returned.
+    If the message has several lines, as those of object stores can, only the first and the last are kept. ANSI color codes are
+    removed. If the message contains XML with a <Message> element, only the text of this element is returned.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

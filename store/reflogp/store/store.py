@@ -89,7 +89,7 @@ class Store:
         """Return the table of a reference in the store.
 
         Args:
-            reference_id: 32 hex digits.
+            reference_id: id of the reference, 32 hex digits.
 
         Raises:
             ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references.
@@ -106,14 +106,14 @@ class Store:
             reference = next((other for other in others if other.reference_id == reference_id), None)
         if reference is None:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in others) or "none"
-            raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
+            raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; its references: {there}")
         return LogprobTable(self._table_uri(reference_id), reference, self._options)
 
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a reference.
 
-        If the store has no such table, but has log-probs of the same weights, the error message also names the dtypes in which
-        these were computed.
+        If the store has log-probs of the same weights, but only in other dtypes, the message of the ReferenceNotFoundError
+        names these dtypes.
 
         Args:
             reference: from `describe_reference`.
@@ -142,7 +142,7 @@ class Store:
 
         Raises:
             UsageError: the URI points to something that is not a store.
-            DamagedStoreError: a reference.json is damaged.
+            DamagedStoreError: the reference.json of one of these references is damaged.
             StoreFormatError: the store was written by a newer version of reflogp.
             StoreUnavailableError: the store cannot be read.
         """
@@ -157,14 +157,14 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
-        """Return the table of `reference`, after checking that it can be written to. The table is created if it does not exist.
+        """Return the table of `reference`. Create the table if it does not exist, and check that it can be written to.
 
         Args:
             reference: from `describe_reference`.
 
         Raises:
             UsageError: the URI points to something that is not a store.
-            DamagedStoreError: the table's log is damaged, or a part of the table is missing.
+            DamagedStoreError: the table's log or reference.json is damaged, or the table has shards but no log.
             StoreUnavailableError: the store cannot be written to.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
@@ -245,23 +245,25 @@ def choose_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reference, str]:
-    """Return the reference of a model in a store, and the reason for the choice of its dtype.
+    """Choose a model's dtype by what a store contains; return the model's reference in this dtype, and the reason.
 
     Args:
         store: the store to search for the model.
         model: folder or hub id of the model.
         dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model's log-probs in the store were
             computed.
-        otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
-        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None
-            means the dtype of logits that was used for the log-probs in the store.
+        otherwise: dtype to use if `dtype` is "auto" and the store has no values of the model, or None to raise an error in this
+            case.
+        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None also
+            accepts log-probs in the store whose logits were computed in float32.
         revision, progress: passed to describe_reference.
 
     Returns:
         (reference, reason). The reason is a sentence without a full stop, or "" if the dtype was given.
 
     Raises:
-        StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
+        StoreNotFoundError: `dtype` is "auto", `otherwise` is None, and there is no store.
+        ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no values of the model.
         UsageError: the store has log-probs of the model that were computed in several dtypes. All errors of describe_reference
             can be raised too.
     """
@@ -279,7 +281,7 @@ def choose_reference(
         if {made.reference_id for made in described} & {other.reference_id for other in others}:
             return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "none"
-        raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; it has: {there}")
+        raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; its references: {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
     return found, f"dtype {numerics(found)}: the default, because {store.uri} has no values of this model yet"
 

@@ -1,4 +1,4 @@
-"""Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
+"""Append the log-probs of one reference model to a Delta Lake table, and open numbered snapshots of the table.
 
 reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
 the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since
@@ -119,7 +119,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """Decorate a LogprobTable method so that only one thread at a time runs a decorated method of the same table."""
+    """Make a LogprobTable method wait while another thread runs a method with this decorator on the same table."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -136,7 +136,7 @@ class LogprobTable:
         uri: folder or object store prefix of the Delta table.
         reference: the reference model of the table.
         options: delta-rs storage options.
-        index_rows: a snapshot with more rows than this does not keep an index of all keys in memory.
+        index_rows: maximum number of rows for which a snapshot keeps an index of all keys in memory.
 
     Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
@@ -225,7 +225,7 @@ class LogprobTable:
 
     @_in_turn
     def append(self, rows: pa.Table) -> Appended:
-        """Commit rows (schema.SCHEMA) as one shard. Readers see either all of these rows or none.
+        """Commit rows as one shard. Readers see either all of these rows or none.
 
         A row is skipped if the table already has at least as many values for its key. If the table has some values for the key,
         but fewer than the row, the table's values are kept, and only the row's remaining values are added. A value that has
@@ -324,8 +324,8 @@ class LogprobTable:
     def check_writable(self) -> None:
         """Check that the store can be written to, by writing and deleting a small file.
 
-        A run calls this method before it computes values, so that it does not compute values that it cannot store. Raises
-        StoreUnavailableError if the file cannot be written, and DamagedStoreError if the log is damaged.
+        Runs call this method first, so that they do not compute values that cannot be stored. Raises StoreUnavailableError if
+        the file cannot be written, and DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
         probe = f"probe-{uuid.uuid4()}"
@@ -371,12 +371,12 @@ class LogprobTable:
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
-        """Open the same table again, and return the new object."""
+        """Open this table again, and return it as a new LogprobTable."""
         return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether the log is damaged. If it is, only undamaged entries are read; call `reopened` after a repair."""
+        """Whether the log was damaged when this object read it. To read the log after a repair, call `reopened`."""
         return self._salvaged is not None
 
     @_in_turn
@@ -420,7 +420,7 @@ class LogprobTable:
 
     @property
     def _delta(self) -> DeltaTable:
-        assert self._opened is not None, "the log is damaged, so it was not opened; callers must check this first"
+        assert self._opened is not None, "the log is damaged, so it was not opened; check _salvaged before using _delta"
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
@@ -435,7 +435,7 @@ class LogprobTable:
         if not replayed.problems:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         warnings.warn(
-            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): its other "
+            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): its undamaged "
             f"entries can still be read, but nothing can be written. Repair it: {repair_command(self.uri)}",
             StoreDamageWarning,
             stacklevel=4,
@@ -474,7 +474,7 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if the shard was committed after version `before`, although the commit seemed to fail.
+        """Return True if the shard at `path` was committed after version `before`, although the commit seemed to fail.
 
         The log's entries are searched, because another process may already have compacted the shard and thereby removed it from
         the table.
@@ -485,7 +485,9 @@ class LogprobTable:
         self._require_whole(None)
         since = range(before + 1, int(self._delta.version()) + 1)
         if not since:
-            raise StoreUnavailableError(f"a commit to the store {self.uri} failed, although no other writer committed")
+            raise StoreUnavailableError(
+                f"a commit to the store {self.uri} failed, and not because another writer committed first"
+            )
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
@@ -515,11 +517,14 @@ class LogprobTable:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
                     f"{shard.path} was deleted before it was committed to {self.uri}, perhaps by a vacuum with too short "
-                    "a retention"
+                    "a retention period; run again"
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit changes to the version of the table that was read last. Return False if another writer committed first."""
+        """Commit added and removed shards, based on the table version that was read last.
+
+        Return False if another writer committed first.
+        """
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

@@ -1,10 +1,10 @@
 """Shorten, mask and format text for error messages, logs, pages and reports.
 
-An error message can quote a chat template's message, or text from a dataset, such as a column name or a value. Such text can
-have any length and contain any characters, so code that keeps or prints it must pass it through `shortened`. `visible` writes
-control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs. `LineFormatter` prevents
-quoted text in a log record from looking like a separate record. The other functions format numbers, sizes, times, and the reprs
-of results.
+An error message can quote text from a chat template or a dataset, such as a column name or a value. Quoted text can have any
+length and contain any characters, so code that stores or prints an error message must first pass it through `shortened`.
+`visible` writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs.
+`LineFormatter` prevents quoted text in a log record from looking like a separate record. The other functions format numbers,
+sizes, times and reprs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def short_repr(name: str, *lines: str) -> str:
-    """Return a readable repr that is safe to print: the name of the class, and the lines that are not empty."""
+    """Return a repr with the class name `name` and those of `lines` that are not empty.
+
+    The lines are shortened, secrets are hidden, and control or invisible characters are written as escapes.
+    """
     shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
         return f"{name}({shown[0]})"
@@ -70,7 +73,7 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number, such as 12,345. A fractional value below 100 has three significant digits, such as 12.3."""
+    """Format a number, such as 12,345. Fractional values below 100 are rounded to three significant digits, such as 12.3."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
@@ -85,9 +88,10 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format part / whole as a percentage, such as 31.4%, or "–" if `whole` is 0.
+    """Format part / whole as a percentage, such as 31.4%. If `whole` is 0, return "–".
 
-    The percentage is rounded down, so the result is 100% only if `part` equals `whole`.
+    Percentages are rounded down, so that only `part` == `whole` results in 100%. Positive percentages below 0.1% result in
+    "<0.1%".
     """
     if whole <= 0:
         return "–"
@@ -115,7 +119,7 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = whole // size, whole % size // smaller
             return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
-    raise AssertionError("unreachable: 60 seconds or more match at least the last entry")
+    raise AssertionError("unreachable: every duration of 60 seconds or more matches an entry")
 
 
 def moment(when: datetime) -> str:

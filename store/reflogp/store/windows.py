@@ -1,8 +1,8 @@
-"""Apply a trainer's truncation to tokenized rows: determine the sequences to look up, and how many of their values are needed.
+"""Apply a trainer's truncation to tokenized rows: find the sequences to look up, and how many log-probs of each are needed.
 
 Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference). With
-keep_start, stored values of whole sequences can be used, because a causal model's values do not depend on later tokens. Scoring
-and joins both use this module, so they compute the keys of the same sequences.
+keep_start, the log-probs of a truncated sequence are the first log-probs of the whole sequence, because a causal model's
+log-probs do not depend on later tokens. Scoring and joining both use this module, so they compute the same keys for a row.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Windows:
         completion_ids: token ids of the n completions, large_list<uint32>; with keep_start, these are whole completions, even
             if only their first tokens are needed.
         needed: number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: with keep_start, True for each row that TRL removes because the prompt alone fills max_length; otherwise False,
-            bool of shape (n,).
+        dropped: True for each row that TRL removes because the prompt alone fills max_length (only with keep_start), bool of
+            shape (n,).
     """
 
     prompt_ids: pa.LargeListArray
@@ -80,11 +80,11 @@ def windows(
 ) -> Windows:
     """Return the sequences whose log-probs a trainer with these settings needs.
 
-    With keep_start, the key is that of the whole sequence, because a causal model's first values do not depend on later tokens.
-    `needed` counts only the tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
-    tokens, which changes all its values. Its last `max_length` tokens are therefore looked up as a different sequence, with a
-    different key. If the kept tokens start inside the completion, the sequence has no prompt. Its first token then serves as
-    context and has no value, exactly as in TRL's shifted loss.
+    With keep_start, whole sequences are looked up, because a causal model's log-probs do not depend on later tokens. `needed`
+    counts only the completion tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
+    tokens, which changes the log-probs of all remaining tokens. Its last `max_length` tokens are therefore looked up as a
+    different sequence, with a different key. If no prompt token is kept, the first completion token that is kept serves as
+    context and has no log-prob, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.

@@ -2,8 +2,8 @@
 
 TRL calls its hook `_precompute_ref_logps` with the dataset after tokenizing and filtering it. The mixin overrides the hook to
 add columns with the reference log-probs. The loss reads these columns, and TRL does not remove them when it removes unused
-columns. For trainers without the hook (DPO in TRL 0.28 and older), the columns are added after the trainer is constructed. The
-rest of TRL's training code runs unchanged.
+columns. For streams, pairs with images, and trainers without the hook (DPO in TRL 0.28 and older), the columns are added after
+the trainer is constructed. The rest of TRL's training code runs unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CachedReferenceMixin(_AnyTrainer):
             the first batch are compared with the reference's before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes in use (reflogp.trainer.tolerances).
+            tolerance depends on the dtypes and the type of model (see reflogp.trainer.tolerances).
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
@@ -170,8 +170,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """Join the datasets that TRL does not pass to the hook: streams, pairs with images, and all datasets of a trainer
-        without the hook."""
+        """Join all datasets of a trainer for which TRL does not call the hook: a trainer without the hook, or one that has
+        streams or pairs with images."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
@@ -189,8 +189,8 @@ class CachedReferenceMixin(_AnyTrainer):
     def _join(self, dataset: Any, name: str) -> Any:
         """Return the dataset with reference columns; every process gets the same values from the same snapshot.
 
-        If rows have no values, the dataset is returned unchanged. The error is raised only after all datasets have been looked
-        up, so that it can name the missing rows of every dataset.
+        If rows have no values, the dataset is returned unchanged. `_require_all` raises an error about these rows after all
+        datasets have been looked up, so that a single error names the missing rows of every dataset.
         """
         refuse_media(dataset, name, raw=False, images=self._has_images)
         settings = self._reference_settings()
@@ -252,7 +252,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return join_stream(dataset, self.reference, opened, settings, self, name)
 
     def _require_all(self) -> None:
-        """Raise an error if any dataset that was looked up since the last call has rows without values."""
+        """Raise an error if any dataset looked up since the last call of this method has rows without values."""
         misses, self._misses = self._misses, []
         if misses:
             folder = Path(self.args.output_dir)
@@ -272,7 +272,7 @@ class CachedReferenceMixin(_AnyTrainer):
     def _reference_settings(self) -> TrainerSettings:
         """Return the settings in the run's config that affect the reference's sums.
 
-        TRL 0.28 and older do not apply ld_alpha to the reference.
+        ld_alpha is left out for TRL 0.28 and older, which do not apply it to the reference.
         """
         ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
         return TrainerSettings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
@@ -291,7 +291,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _is_legacy(self) -> bool:
-        """Return True if TRL is older than 0.29. Such a version has no hook and does not apply ld_alpha to the reference."""
+        """Return True if TRL is older than 0.29. These versions have no hook and do not apply ld_alpha to the reference."""
         return not hasattr(super(), HOOK)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -336,7 +336,8 @@ class CachedReferenceMixin(_AnyTrainer):
 
 
 def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield each dataset among a trainer's arguments, with the name that messages use for it."""
+    """Yield each argument of a trainer, which may be a dataset, with the name that messages use for it. The values of a
+    dictionary are yielded separately."""
     for name, given in (*(("given", value) for value in more), *kwargs.items()):
         name = name.removesuffix("_dataset")
         if isinstance(given, dict):

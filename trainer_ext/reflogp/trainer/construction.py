@@ -19,7 +19,7 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """A placeholder for TRL's reference model, which cannot be used as a model.
+    """A placeholder that takes the place of TRL's reference model, but cannot be used as a model.
 
     The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
     placeholder, move it or read its attributes raises an error.
@@ -41,8 +41,8 @@ class ReferenceDuringTraining(NoReferenceModel):
 
     Attributes:
         where: the source, reference and snapshot of the values.
-        of_generated_text: whether the values are for text that the policy generates. If True, the policy also runs forward
-            passes to generate the text.
+        of_generated_text: whether the values are for text that the policy generates. If True, the policy runs forward passes
+            to generate the text, in addition to those for the loss.
     """
 
     where: Where
@@ -56,7 +56,7 @@ class ReferenceDuringTraining(NoReferenceModel):
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:
     """Raise UsageError if a reference model is passed to a trainer that uses stored values."""
     if ref_model is not None:
-        raise UsageError(f"{trainer} takes reference=, not ref_model=: no reference model is ever loaded")
+        raise UsageError(f"{trainer} takes reference=, not ref_model=: pass no reference model, because none is needed")
 
 
 @contextmanager

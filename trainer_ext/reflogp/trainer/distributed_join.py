@@ -17,6 +17,7 @@ from datasets import Dataset
 from reflogp.store import Reference, ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp.store.joins import Asked, Join
 from reflogp.store.store import numerics
+from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
 from reflogp.trainer.layouts import Columns, Layout, load_columns, save_columns
@@ -61,8 +62,8 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """If the source was created with dtype="auto", let the first process choose the reference's dtype, given that the policy
-    computes in `dtype`. Return the source with the chosen dtype."""
+    """Return a source whose reference has a dtype. If `source` was created with dtype="auto", the first process chooses the
+    dtype for a policy that computes in `dtype`; any other source is returned unchanged."""
     if not source.chooses_dtype:
         return source
 
@@ -99,7 +100,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return a Misses that lists all rows that have a completion, because the store has no values. Return None if no row has a
+    """Return the Misses of a dataset for a store without values: all rows that have a completion. Return None if no row has a
     completion."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
@@ -130,10 +131,9 @@ def raise_missing(
             the source's dtype.
 
     Raises:
-        MissingLogpsError: some rows were never scored. If nothing was ever scored, the error from opening the store is raised
-            instead.
-        RankFailedError: another process raised one of these errors. The errors above are raised only on the first process of
-            each node.
+        MissingLogpsError: `where` is a snapshot, which has no values for these rows.
+        ReferenceNotFoundError, StoreNotFoundError: `where` is NothingScored.
+        RankFailedError: another process raised one of these errors, which are raised only on the first process of each node.
     """
 
     def tell() -> None:
@@ -169,7 +169,9 @@ def join_on_all_ranks(
         read: function that converts a join's sums into the columns that the trainer's loss reads.
 
     Raises:
-        the errors of `join_reference_logps`. If one process fails, the other processes raise RankFailedError.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        UsageError: the processes have different rows.
+        RankFailedError: another process failed.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)
@@ -208,7 +210,7 @@ def _require_equal(asked: Asked, name: str) -> None:
     digests = gather((asked.digest(), len(asked.dropped)))
     others = [number for number, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        counts = ", ".join(f"process {number} has {rows:,}" for number, (_, rows) in enumerate(digests))
+        counts = ", ".join(f"process {number} has {counted(rows, 'row')}" for number, (_, rows) in enumerate(digests))
         raise UsageError(
             f"the processes of this run have different rows in {name} (process {others[0]} differs from process 0; {counts}): "
             "give every process the same dataset in the same order"

@@ -24,10 +24,11 @@ class MissingLogpsError(ReferenceLogpsError):
     """Some rows have sequences that were never scored.
 
     Attributes:
-        rows: indices of these rows in the trainer's tokenized dataset. If several datasets have such rows, only those of the
-            first of these datasets are listed.
+        rows: indices of these rows in the trainer's tokenized dataset. If several datasets have such rows, `rows` lists only
+            those of the first one.
         command: command that scores the missing rows of all datasets; empty if the values come from a file.
-        datasets: indices of these rows, by dataset name ("train", "eval", or the key in a dictionary of evaluation datasets).
+        datasets: indices of these rows in each dataset, by dataset name ("train", "eval", or the key in a dictionary of
+            evaluation datasets).
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
@@ -50,7 +51,7 @@ class UnusableLogpsError(ReferenceLogpsError):
 
 
 class BroughtColumnsError(ReferenceLogpsError):
-    """A dataset already has reference columns whose values differ from the reference's, or cannot be verified.
+    """A dataset already has reference columns whose values are NaN or differ from the reference's.
 
     Attributes:
         rows: indices of the rows whose values differ, in the trainer's tokenized dataset.

@@ -144,7 +144,7 @@ def join_reference_logps(
         MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         BroughtColumnsError: the dataset already has columns with these names, but their values differ from the reference's.
-        UsageError: on_miss is "compute", which needs a trainer, or rows have images, video or audio.
+        UsageError: rows have images, video or audio, or on_miss is "compute" (which needs a trainer's model).
 
     Examples:
         >>> from datasets import Dataset
@@ -194,7 +194,10 @@ def answer_rows(
     if not len(missing) or source.on_miss != "score" or not isinstance(values, ServiceValues):
         return values, join, 0
     logger.warning(
-        "%d of %d rows have no reference log-probs yet; %s will score them", len(missing), len(dataset), values.where.store
+        "%d of %d rows have no reference log-probs yet; the service %s will score them",
+        len(missing),
+        len(dataset),
+        values.where.store,
     )
     with tqdm(total=len(missing), desc="Reference log-probs", unit="row") as bar:
 
@@ -240,7 +243,11 @@ def missing_error(misses: Sequence[Misses], where: Where, command: str) -> Missi
     has_kl = any(part.has_kl for part in misses)
     if not has_kl and all(len(part.rows) == part.of for part in misses):
         words += NONE_FOUND
-    words += f"Score them: {command}" if command else "Create the file again from a store that has values for these rows"
+    words += (
+        f"Score them: {command}"
+        if command
+        else "Create the file again with `reflogp join`, from a store that has values for these rows"
+    )
     if has_kl:
         words += _OF_KL
     if has_kl and not any(part.own_found for part in misses):
@@ -299,17 +306,17 @@ def join_stream(
     """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
 
     Args:
-        values: the values to join, as returned by `ReferenceSource.open`. They must be opened in advance, because Delta's
-            library cannot open them in the forked worker processes of a data loader.
-        trainer: the trainer that reads the columns, or None for TRL's newest column names.
+        values: the values to join, as returned by `ReferenceSource.open`. They are opened before the stream is read, because
+            Delta's library cannot open a table in the forked worker processes of a data loader.
+        trainer: the trainer that reads the reference columns, or None to use the column names of the newest TRL.
         name: the dataset's name, for error messages.
     """
     return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
-    """A callable that joins one batch of a stream. It runs in the process that reads the stream, which may be a data loader's
-    worker."""
+    """A callable that adds reference columns to one batch of a stream. It runs in the process that reads the stream, which may
+    be a data loader's worker."""
 
     def __init__(self, source: ReferenceSource, values: Values, settings: TrainerSettings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name

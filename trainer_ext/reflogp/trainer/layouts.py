@@ -1,10 +1,10 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-This module never checks TRL's version number; it recognizes a version by its column names and methods. These are the columns of
-token ids, and the reference columns, in each version. TRL 1.2 and 1.3 also truncate KTO's tokens.
+This module never checks TRL's version number; it recognizes a version by its column names and methods. The table lists the
+columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are already truncated.
 
     DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
-    DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (means for IPO)
+    DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (for IPO: means over tokens)
     KTO   1.6 and newer      prompt_ids, completion_ids, KL_completion_ids                 ref_logps, ref_KL_logps
     KTO   1.4, 1.5           the same as in 1.6                                            reference_logps, …
     KTO   1.2, 1.3           prompt_input_ids, completion_input_ids (includes the prompt)  reference_logps, …
@@ -46,7 +46,7 @@ class Layout:
         columns: names of the columns that contain token ids.
         canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
             chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        names: dict from reflogp's name of a reference column to the trainer's name, for columns whose two names differ.
+        names: dict that maps reflogp's name of a reference column to the trainer's name, if the two names differ.
         cut: whether the rows are already truncated.
     """
 
@@ -60,7 +60,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return the names of reference columns among the given column names."""
+    """Return those of the given column names that are names of reference columns."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 

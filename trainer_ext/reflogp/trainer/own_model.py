@@ -1,4 +1,5 @@
-"""Compute reference log-probs with the trainer's model, by calling the method that each version of TRL has for this purpose."""
+"""Compute reference log-probs with the trainer's model, by calling TRL's method for this purpose. The method's name and
+parameters depend on the version of TRL."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str
         batch: the collated batch, on the model's device.
 
     Returns:
-        sums in nats, each tensor of shape (n,), by reference column name.
+        for each reference column, by name: the sum of each row's log-probs in nats, shape (n,).
     """
     compute = getattr(trainer, "compute_ref_log_probs", None) or trainer.compute_reference_log_probs
     was_training = model.training
@@ -84,9 +85,8 @@ def fill_in(
     Args:
         trainer: the trainer whose model computes the log-probs.
         dataset: the tokenized rows, as prepared by TRL.
-        missing: indices of the rows without values, int64 of shape (n,).
-        columns: the values of each reference column, float32 of shape (n,), in the form that the trainer's loss reads, by
-            column name.
+        missing: indices of the rows without values, int64 of shape (m,).
+        columns: for each reference column, by name, one value per row, as the trainer's loss reads it (float32 of shape (n,)).
         tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
         dtype: dtype in which the reference log-probs were computed.
 
@@ -120,13 +120,13 @@ def fill_in(
 def _is_not_the_checkpoint(trainer: Any) -> str:
     """Compare the weights of a trainer's model with the reference's weight files. Return the reason why they may differ, or an
     empty string if no difference was found. Only the first rows of each weight tensor are compared."""
-    unknown = "no row has stored values to check this trainer's model against"
+    unknown = "no row has stored values with which this trainer's model could be checked"
     if trainer.reference.model is None:
-        return f"{unknown}, and weights can be compared only if ReferenceSource has model="
+        return f"{unknown}, and the model's weights can be compared only if model= is passed to ReferenceSource"
     folder = resolve_model(trainer.reference.model)
     checkpoint = read_checkpoint(folder)
     if checkpoint.adapter is not None:
-        return f"{unknown}, and the weights cannot be compared because {folder} is an adapter"
+        return f"{unknown}, and the model's weights cannot be compared with {folder}, because it is an adapter"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     own = {_name_in_files(name): parameter for name, parameter in policy.named_parameters() if parameter.ndim}
     compared = 0
@@ -137,7 +137,7 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
                 if stored.shape != held.shape or not torch.equal(stored.to(held.dtype), held):
                     return f"this trainer's model is not the reference: its weight {name} differs from the one in {folder}"
                 compared += 1
-    return "" if compared else f"{unknown}, and the names of its weights do not match those in {folder}"
+    return "" if compared else f"{unknown}, and none of the model's weights has the same name as a weight in {folder}"
 
 
 def _name_in_files(name: str) -> str:

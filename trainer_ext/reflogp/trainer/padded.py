@@ -23,8 +23,8 @@ class PaddedBatch:
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of tokens at the end of each row for which log-probs are needed. If it equals the width, log-probs
-            are needed for every token that has a context.
+        completion: number of columns with completion tokens, at the right of `input_ids`. Only these tokens need log-probs. If
+            `completion` equals `width`, every token of a row needs one, except the first, which has no context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """
@@ -39,7 +39,7 @@ class PaddedBatch:
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
         """Create a batch from tensors on any device.
 
-        The tensors are copied to the host in the calling thread, because the copy may have to wait for the device.
+        The tensors are copied to the host before this method returns, so the calling thread may have to wait for the device.
         """
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 
@@ -94,7 +94,7 @@ class Wanted:
     """The sequence to score for one row of a batch.
 
     Attributes:
-        row, start: the row, and the column of its first completion token in the batch.
+        row, start: the row's index in the batch, and the column of the first token to score.
         prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
         attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
     """

@@ -28,7 +28,7 @@ _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A digest of the weights on one process.
+    """Digests of the weights that one process holds.
 
     Attributes:
         layout: digest of the weights' shapes and dtypes, which changes when weights are sharded across processes or cast.
@@ -46,8 +46,8 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
     Args:
         model: the unwrapped model.
-        with_adapters: whether to hash all weights of a PEFT model. If False, only the weights that are used with its adapters
-            off and the weights of a "ref" adapter are hashed.
+        with_adapters: whether to hash the weights of all adapters of a PEFT model. If False, the weights of its adapters are
+            not hashed, except those of an adapter named "ref".
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -82,10 +82,9 @@ class PolicyWeights(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the weights again, because `train` may have changed their layout.
+        """If the weights were unchanged when `train` was called, count them as unchanged in their new layout too.
 
-        `train` may have sharded, cast or broadcast the weights. If they were unchanged when `train` was called, they also count
-        as unchanged in their new layout.
+        `train` may have sharded, cast or broadcast them. If it resumes from a checkpoint, the new layout is not recorded.
         """
         if self._carries:
             self._known.append(self._now())

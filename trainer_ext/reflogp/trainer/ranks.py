@@ -1,7 +1,7 @@
 """Run work on all processes of a distributed run. If the work fails on one process, it fails on all, so no process waits
 forever.
 
-The functions of this module use torch.distributed's process group and accelerate's numbering of processes.
+The functions of this module use torch.distributed's default process group, and accelerate's number of a process on its node.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rank:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all processes, in rank order, on every process."""
+    """Return, on every process, the list of the `value` arguments of all processes, in rank order."""
     rank = Rank.here()
     if rank.count == 1:
         return [value]
@@ -58,7 +58,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
     """Run `work` on every process, and return this process's result once all processes have succeeded.
 
     Args:
-        what: description of the work, for the error message on the other processes.
+        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
         work: the function to run; it may use collective operations.
 
     Raises:
@@ -79,7 +79,7 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
     """Run `work` as `on_all_ranks` does, but allow it to take longer than the process group's timeout (10 minutes with NCCL).
 
     Args:
-        what: description of the work, for the error message on the other processes.
+        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
         work: the function to run. It runs in a thread while the processes exchange heartbeats, and must not use collective
             operations.
     """
@@ -93,7 +93,7 @@ def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], Non
     """Wait for work that has already begun on every process, then return or raise as `on_all_ranks_for_long` does.
 
     Args:
-        what: description of the work, for the error message on the other processes.
+        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
         future: this process's work.
         on_wait: function that is called repeatedly until this process's work is done.
     """

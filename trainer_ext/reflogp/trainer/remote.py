@@ -50,8 +50,8 @@ class Traffic:
     """The number of batches, sequences and tokens for which log-probs were requested, and the time that the requests took.
 
     Attributes:
-        batches: number of batches requested.
-        sequences, tokens: total number of sequences and total number of tokens that were sent to the service.
+        batches: number of batches whose values were received.
+        sequences, tokens: number of sequences that the service scored, and number of their prompt and completion tokens.
         seconds: time from sending a batch's requests to receiving the batch's values, summed over all batches.
         waited_seconds: the part of `seconds` during which the trainer waited.
     """
@@ -86,8 +86,8 @@ class RemoteReference(ReferenceDuringTraining):
         RankFailedError: another process could not reach the service.
 
     Attributes:
-        where: the service, the reference's id and dtype, and the snapshot.
-        traffic: what has been requested so far, and how long the requests took.
+        where: the service's URL, the reference's id and dtype, and the number of the snapshot.
+        traffic: counts and total duration of the requests so far.
 
     Examples:
         >>> import torch
@@ -147,23 +147,26 @@ class RemoteReference(ReferenceDuringTraining):
     ) -> torch.Tensor:
         """Return the log-prob of each token given the tokens before it.
 
+        In a distributed run, all processes must call this method together.
+
         Args:
             input_ids: token ids, padded on either side, shape (rows, width).
             attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width), or None if there is no padding.
-            completion_tokens: number of tokens at the end of each row for which to return log-probs, or None for all tokens
-                except the first.
+            completion_tokens: number of columns at the right of `input_ids` for which to return log-probs, or None for all
+                columns except the first.
             temperature: value by which logits are divided.
 
         Returns:
             log-probs, float32 of shape (rows, completion_tokens), or (rows, width - 1) if `completion_tokens` is None, on the
-            device of `input_ids`. Log-probs are zero at padding and, if `completion_tokens` is None, at each row's first token.
+            device of `input_ids`. Log-probs are zero at padding and, if `completion_tokens` is None, at the first token after
+            left padding.
 
         Raises:
             UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.
             UnusableLogpsError: the service cannot score some rows, or their log-probs are not finite.
             ReferenceChangedError: the service no longer serves the reference that the run started with.
             ServiceError: the service did not respond before the deadline.
-            RankFailedError: another process raised one of these errors. All processes must call this method together.
+            RankFailedError: another process raised one of these errors.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
@@ -171,7 +174,8 @@ class RemoteReference(ReferenceDuringTraining):
             raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}")
         if completion_tokens is not None and not 0 < completion_tokens <= width:
             raise UsageError(
-                f"completion_tokens={completion_tokens}: must be 1 to {width} (the width of input_ids), or None for all tokens"
+                f"completion_tokens={completion_tokens}: must be 1 to {width} (the width of input_ids), or None for all tokens "
+                "except the first"
             )
         if not temperature > 0:
             raise UsageError(f"temperature={temperature}: must be above 0")
@@ -187,7 +191,7 @@ class RemoteReference(ReferenceDuringTraining):
         """Raise UsageError unless the service computes in the same dtypes as the policy.
 
         Args:
-            dtype: dtype in which the policy computes, from `computes_in`.
+            dtype: dtype in which the policy computes, as returned by `computes_in`.
             float32_head: whether the policy's logits are computed in float32.
         """
         has = self._values.reference
@@ -203,8 +207,7 @@ class RemoteReference(ReferenceDuringTraining):
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Request a batch's values in another thread, so that the caller can continue until it needs them and calls
-        `collect`."""
+        """Request a batch's values in another thread, so that the caller can do other work before it calls `collect`."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:
@@ -309,7 +312,8 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """Connect to a service, and return its values. Raise an error if the service cannot score sequences with the reference."""
+    """Return a ServiceValues for the source's service. Raise an error if the service cannot score sequences with the
+    reference."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

@@ -43,16 +43,17 @@ class ReferenceSource:
             dtype in which the location has values of the model, if there is only one. If there are several, it selects the
             dtype in which the run computes, which must be one of them. If the location has no values of the model, "auto" also
             selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift
-            determine the run's dtype from the policy and its mixed precision. All other code assumes that the run computes in
-            bfloat16.
+            determine the run's dtype from the policy and its mixed precision. Everything else that uses a source, such as
+            `open`, assumes that the run computes in bfloat16.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
-        snapshot: number of a snapshot, or None for the snapshot that is the latest when the join begins.
+        snapshot: number of the snapshot to read, or None for the snapshot that is the latest when the trainer starts to look
+            up its dataset's values.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
             command that scores the rows. With "score", the service scores the rows and stores their values before training
-            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If the model has
-            no adapter, its weights must still equal the reference's.
+            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. A model without
+            an adapter must have the reference model's weights.
         lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
-        reference: name of the reference model in a service, which can be given instead of `model` or `reference_id`.
+        reference: name of the reference model in a service; it can replace `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
         score_timeout: maximum number of seconds that on_miss="score" may take. If None, there is no limit, but an error is
             raised if the service is unreachable for ten minutes.
@@ -151,7 +152,7 @@ class ReferenceSource:
             snapshot: number of a snapshot, or None for the source's `snapshot` (the latest snapshot if the source has none).
 
         Raises:
-            ReferenceNotFoundError: nothing was ever scored with this reference.
+            ReferenceNotFoundError: the store has no values of the reference, or the service does not serve it.
             SnapshotNotFoundError, UsageError, StoreError, ServiceError: the source cannot be opened.
         """
         if self.chooses_dtype:

@@ -17,7 +17,8 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Return the allowed difference in nats/√tokens if both computations used `dtype`; unknown dtypes are treated as bfloat16.
+    """Return how much two computations of the same log-probs in `dtype` may differ, in nats/√tokens. Treat an unknown dtype as
+    bfloat16.
 
     For an autocast dtype, the tolerance depends on the dtype of the matrix products, because matrix products cause most of the
     difference.

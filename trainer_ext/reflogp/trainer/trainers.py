@@ -86,7 +86,7 @@ class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if _found is None:
             raise ImportError(
-                f"CachedKTOTrainer needs TRL 1.2 or newer and a KTOTrainer with the method `{HOOK}`, which TRL {trl_version()} "
-                f"lacks; {TESTED}"
+                f"CachedKTOTrainer needs TRL 1.2 or newer: it overrides KTOTrainer's method `{HOOK}`, which "
+                f"TRL {trl_version()} lacks; {TESTED}"
             )
         super().__init__(*args, **kwargs)

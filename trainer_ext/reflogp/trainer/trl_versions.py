@@ -35,7 +35,7 @@ def trl_version() -> str:
 
 
 def is_of_trl(trainer_class: type) -> bool:
-    """Return True if TRL defines the class, or if it is unsloth's copy of such a class. Return False for third-party
+    """Return True if a class is defined in TRL or is unsloth's copy of a TRL class. Return False for third-party
     subclasses."""
     module = trainer_class.__module__
     return module.startswith("trl.") or _is_of_unsloth(trainer_class)

@@ -59,7 +59,7 @@ class Where:
 
 
 class Values(Protocol):
-    """The reference log-probs at one snapshot."""
+    """The reference log-probs in one snapshot of a store or service, or in a file."""
 
     where: Where
 
@@ -167,7 +167,7 @@ class ServiceValues:
             if reference in (found.name, found.reference_id):
                 if described is not None and found.reference_id != described.reference_id:
                     raise UsageError(
-                        f"{reference} in {url} has the reference id {found.reference_id}, but the given model has "
+                        f"{reference} in {url} has the reference id {found.reference_id}, but the model that model= names has "
                         f"{described.reference_id}: omit model= or reference="
                     )
                 return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
@@ -225,7 +225,7 @@ class ServiceValues:
         Raises:
             DeadlineExceededError: the job did not finish in time; the service continues the job.
             JobFailedError: the job failed or was cancelled.
-            ServiceUnreachableError: the service was unreachable for longer than the client waits.
+            ServiceUnreachableError: the service remained unreachable while the client retried.
         """
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             file = Path(folder) / "missing.parquet"
@@ -243,8 +243,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. If only the first tokens of a completion are summed, the log-probs of
-    its individual tokens are also requested."""
+    """The sums that a service found for the given keys. To sum only the first tokens of a completion, this class requests the
+    log-probs of the completion's individual tokens."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -266,7 +266,7 @@ class _FoundByService:
 
 
 class FileValues:
-    """The sums in a Parquet file from `reflogp join` or in a job's result. The sums are valid only for the settings of that
+    """The sums in a Parquet file that `reflogp join` or a service's job wrote. They are valid only for the settings of that
     join or job."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
@@ -302,7 +302,8 @@ class FileValues:
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
             raise UsageError(
-                f"{self.where.store} has no column {', '.join(missing_columns)}: the file was made for another type of dataset"
+                f"{self.where.store} has no column {', '.join(missing_columns)}, so it was made for a different type of "
+                "dataset: run `reflogp join` on the dataset of this run"
             )
         sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
         there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])
@@ -322,8 +323,8 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Look up each row's two sums by the keys of both completions. With ld_alpha, the sum of one completion also depends
-        on the other completion."""
+        """Look up each row's two sums by the keys of both completions together, because with ld_alpha each sum depends on both
+        completions."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -341,7 +342,7 @@ class FileValues:
 
 
 def _with_values(rows: pa.Table) -> pa.Array:
-    """Return a mask of the rows that have values. In a job's result, rows that could not be scored are null."""
+    """Return a mask of the rows that have values. In a job's result, the values of rows that could not be scored are null."""
     masks = [pc.is_valid(rows[name]) for name in rows.column_names]
     return functools.reduce(pc.and_, masks) if masks else pa.array([], pa.bool_())
 

@@ -87,12 +87,13 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
         )
     if source.on_miss != "error":
         raise UsageError(
-            f"on_miss={source.on_miss!r} supports only text; run `reflogp score` on the pairs with images before training"
+            f"on_miss={source.on_miss!r} supports only text; run `reflogp score` on the pairs with images before training, and "
+            "omit on_miss="
         )
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError if a dataset contains more than text and token ids; the error names the first such row.
+    """Raise UsageError if a dataset contains more than text and token ids; the error names the first row that does.
 
     Args:
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
@@ -143,8 +144,9 @@ def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
     media = media_of(row)
     if media is not None:
         raise UsageError(
-            f"row {number} of the {name} dataset contains more than text ({media}), but stored log-probs are for text only. "
-            "Use TRL's own trainer for rows with media"
+            f"row {number} of the {name} dataset contains more than text ({media}), but its log-probs would be looked up by "
+            "its text alone. Use TRL's own trainer; for DPO on pairs with images, pass the model's processor as "
+            "processing_class"
         )
 
 
@@ -189,7 +191,7 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     if token is None:
         raise UsageError(
             f"the config of {type(trainer.model).__name__} does not name an image token (image_token_id), which reflogp needs "
-            "for pairs with images"
+            "for pairs with images: use TRL's own trainer, without stored values"
         )
 
     def work() -> Any:
@@ -283,7 +285,7 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation would remove image tokens, because the model would then fail during
+    """Raise UsageError if the collator's truncation would remove image tokens. Without this check, the model would fail during
     training."""
     if max_length is None:
         return
@@ -293,6 +295,6 @@ def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> N
         places = np.flatnonzero(prompt.values.to_numpy() >= FIRST_IMAGE_ID)
         if len(places) and places[-1] >= max_length:
             raise UsageError(
-                f"row {number} of {name}: max_length={max_length} truncates the tokens of the row's images, which end at token "
-                f"{places[-1] + 1}; increase max_length or remove the row"
+                f"row {number} of {name}: max_length={max_length} would cut off tokens of the row's images, the last of which "
+                f"is token {places[-1] + 1}; increase max_length or remove the row"
             )

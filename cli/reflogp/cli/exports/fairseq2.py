@@ -1,6 +1,6 @@
 """Write preference pairs and their reference scores as JSON Lines, so that fairseq2 can train without a reference model.
 
-The config of such a training run sets `reference_model: null`.
+To train in this way, set `reference_model: null` in fairseq2's config.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
@@ -31,7 +31,7 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
     """
     if file.suffix != ".jsonl":
-        raise UsageError(f"the name of the output {file} must end in .jsonl, as fairseq2 expects")
+        raise UsageError(f"the name of the output file {file} must end in .jsonl, as fairseq2 expects")
     lacking = [name for name in _FIELDS if name not in pairs.own_columns]
     if lacking:
         kept = (
@@ -44,8 +44,8 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
         raise UsageError(
-            f"{pairs.file} has sums of 0, which fairseq2 treats as missing ({named_rows(np.flatnonzero(zero))}); remove each "
-            "listed row from the dataset and join it again"
+            f"{pairs.file} has sums of 0, which fairseq2 treats as missing ({named_rows(np.flatnonzero(zero))}); remove "
+            "these rows from the dataset and join the dataset again"
         )
     scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
     with write_atomically(file) as partial, partial.open("w", encoding="utf-8") as out:

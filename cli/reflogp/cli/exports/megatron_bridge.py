@@ -31,23 +31,25 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write ref_logprobs.jsonl and scoring_metadata.json for n pairs. The `pair_id` values are 0 to n-1.
+    """Write ref_logprobs.jsonl and scoring_metadata.json.
 
-    Each record in ref_logprobs.jsonl contains the log-prob sum (in nats) and the token count of each completion.
+    Each record in ref_logprobs.jsonl contains a pair's `pair_id` (its number, counted from 0) and, for each of its two
+    completions, the log-prob sum (in nats) and the token count.
 
-    scoring_metadata.json contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot of the
-    values. The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries. The trainer
-    rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted before ref_logprobs.jsonl is
-    replaced, and the new one is written last. Therefore, the trainer also rejects the folder of an interrupted export.
+    scoring_metadata.json contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot that the
+    values come from. The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries.
+    The trainer rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted before
+    ref_logprobs.jsonl is replaced, and the new one is written last. Therefore, the trainer also rejects the folder of an
+    interrupted export.
 
     Args:
         pairs: the pairs to write.
-        folder: the artifact folder.
+        folder: the folder to write both files to.
         fingerprint: the fields that the training run expects, as returned by `expected_scoring_metadata(config)`
             (training/dpo_train.py).
 
-    Raises UsageError if the fingerprint lacks fields or is for a different number of pairs, or if sums may exclude a
-    completion's last tokens.
+    Raises UsageError if the fingerprint lacks fields or is for a different number of pairs, or if the pairs were joined with a
+    max_length (the sums may then exclude a completion's last tokens).
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:
@@ -57,7 +59,7 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
         )
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
         raise UsageError(f"--metadata: num_pairs is {fingerprint['num_pairs']}, but {pairs.file} has {len(pairs)} pairs")
-    pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (it excludes pairs that are too long from the loss)")
+    pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (its loss excludes pairs that are too long)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}
     logprobs_file, metadata_file = folder / LOGPROBS_FILE, folder / METADATA_FILE

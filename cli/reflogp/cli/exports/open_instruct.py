@@ -26,10 +26,10 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
-    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps" of shape (n,), in row order.
+    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps", with one value per pair.
 
-    For the losses dpo and wpo, the values are sums; for dpo_norm, they are means over the completion's tokens. In
-    open-instruct, DPOLossType.is_average_loss says which of the two a loss needs.
+    The values are in row order. For the losses dpo and wpo, they are sums; for dpo_norm, they are means over the completion's
+    tokens. In open-instruct, DPOLossType.is_average_loss says whether a loss needs means.
 
     Args:
         pairs: the pairs to write.
@@ -46,13 +46,12 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
 
     if not _HASH.fullmatch(cache_hash):
         raise UsageError(
-            f"--hash {cache_hash}: open-instruct's hashes have 16 digits from 0-9 and a-f; look for the hash in "
-            "open-instruct's log"
+            f"--hash {cache_hash}: open-instruct's hashes have 16 digits (0-9 and a-f); copy the hash from open-instruct's log"
         )
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
         raise UsageError(
-            f"{pairs.file} was joined with {pairs.truncation_mode}, but open-instruct keeps the start of each sequence; join "
-            "the dataset again with --truncation-mode keep_start"
+            f"{pairs.file} was joined with truncation_mode {pairs.truncation_mode}, but open-instruct keeps the start of each "
+            "sequence; join the dataset again with --truncation-mode keep_start"
         )
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
     tensors = {
@@ -69,7 +68,7 @@ def _means(pairs: JoinedPairs, logps: npt.NDArray[np.float32], tokens: npt.NDArr
     empty = np.flatnonzero(tokens == 0)
     if len(empty):
         raise UsageError(
-            f"{pairs.file} has completions without tokens ({named_rows(empty)}), so there is no mean over tokens; remove each "
-            "listed row from the dataset and join it again"
+            f"{pairs.file} has completions without tokens ({named_rows(empty)}), so there is no mean over tokens; remove "
+            "every row with an empty completion from the dataset, and join the dataset again"
         )
     return (logps.astype(np.float64) / tokens).astype(np.float32)

@@ -4,13 +4,13 @@ The scoring service applies these limits to the datasets that it reads; commands
 maximum size for a row, for a group of rows that is read at once (a JSON array, a Parquet row group, an Arrow batch), and for
 the whole dataset. Sizes are measured in bytes of decoded data, not of the Python objects created from the data.
 
-Parquet files are decoded in a child process (`parquet_process`), which may use up to twice `group_bytes` plus 64 MiB of memory.
-The parent process holds one message from the child in memory at a time. The child splits its data into messages of at most 32
-MiB or of a single row. A batch with dictionaries or views cannot be split, so its message can be as large as `group_bytes`.
+Parquet files are decoded in a child process (`parquet_process`), which may use up to 64 MiB of memory plus twice `group_bytes`.
+The parent process holds one message from the child in memory at a time. A message contains at most 32 MiB of data, or one row
+if the row is larger. A batch with dictionaries or views cannot be split, so its message can be as large as `group_bytes`.
 
-The limits do not cover the following costs. Because of the first three, also set a memory limit for the process:
-- Python objects. Lists, and objects decoded from JSON, take up to about thirty times the size of their text; strings take up to
-  four times the size of their text.
+The limits do not cover the following costs. The first three are costs in memory, so also set a memory limit for the process.
+- Python objects. Lists and dicts take up to about thirty times the size of their JSON text; strings take up to four times the
+  size of their text.
 - JSON arrays. While an array is decoded, two copies of it are in memory (about twice `group_bytes`), in addition to the Python
   objects.
 - Decompression. A decompressor keeps its latest output in memory (up to 128 MiB for zstd).
@@ -47,8 +47,8 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A larger row is reported as a bad row, except in a CSV file: DatasetError is raised,
-            because the file's remaining rows cannot be read.
+        row_bytes: maximum size of a row. A larger row is reported as a bad row. In a CSV file, it raises DatasetError instead,
+            because the rows after it cannot be read.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -87,7 +87,9 @@ class Meter:
         self.check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
-            raise DatasetError(f"{self._name} is longer than {self.bounds.dataset_bytes:,} bytes when decoded; split it")
+            raise DatasetError(
+                f"{self._name} is longer than {self.bounds.dataset_bytes:,} bytes when decoded; split it into several datasets"
+            )
 
 
 @contextmanager
@@ -140,16 +142,18 @@ class RecordLines(Iterator[str]):
         line = self._text.readline(min(self._most - self._taken + 1, sys.maxsize))
         self._taken += len(line)
         if self._taken > self._most:
-            raise DatasetError(f"{self._file} has a record longer than {self._most:,} characters: check its quotation marks")
+            raise DatasetError(
+                f"{self._file} has a record longer than {self._most:,} characters: check for a missing quotation mark"
+            )
         if not line:
             raise StopIteration
         return line
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (columns, size in decoded bytes) for each row of a batch.
+    """Yield (row as a dict, estimated size in decoded bytes) for each row of a batch.
 
-    For a row that is longer than `row_bytes`, yield None and 0.
+    For a row that is longer than `row_bytes`, yield (None, 0).
 
     The size of a row is computed before the row is decoded, because a small batch can decode to huge rows if it contains
     dictionaries, views or runs of nulls.
@@ -175,8 +179,8 @@ class _Counted(io.RawIOBase):
 
 def group_too_large(file: Path, size: int, bounds: ReadBounds) -> DatasetError:
     return DatasetError(
-        f"{file}: {size:,} bytes must be read at once, but at most {bounds.group_bytes:,} are allowed; write smaller row "
-        "groups (Parquet) or record batches (Arrow)"
+        f"{file}: {size:,} bytes must be read at once, but at most {bounds.group_bytes:,} are allowed; rewrite the file with "
+        "smaller row groups (Parquet) or record batches (Arrow)"
     )
 
 
@@ -222,7 +226,7 @@ def _decoded_bytes(array: pa.Array) -> int:
         return _NESTED_BYTES * (count + last - first) + sum(map(_decoded_bytes, inside))
     if pa.types.is_struct(kind):
         return _NESTED_BYTES * count + sum(_decoded_bytes(field) for field in array.flatten())
-    raise DatasetError(f"a column of type {kind} is not supported")
+    raise DatasetError(f"a column of type {kind} is not supported; convert it to another type or remove it")
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -92,8 +92,8 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """A dataset's open files. When they are opened, their content is compared with the expected digest. As a context manager,
-    it closes the files on exit.
+    """A dataset's open files. The constructor opens the files and compares their content with the expected digest; a `with`
+    block closes the files on exit.
 
     Args:
         root: folder that the path must not leave.
@@ -107,7 +107,7 @@ class OpenDataset:
 
     Raises:
         PathError: see `digest_below`.
-        ContentMismatchError: the content has a different digest.
+        ContentMismatchError: the content does not have the expected digest.
         FileChangedError: a file is being written to.
     """
 
@@ -152,14 +152,14 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens an image, given its path in a row, and returns the file descriptor.
+    """Return a function that takes an image's path from a dataset row, opens the file and returns its descriptor.
 
     Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
     through a hidden folder, or if the file is hidden or cannot be opened.
 
     Args:
         root: folder that paths must not leave.
-        dataset: path of the dataset's file or folder, with all symbolic links resolved.
+        dataset: path of the dataset (a file or a folder), with all symbolic links resolved.
     """
     start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
 
@@ -283,8 +283,8 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
     """Yield (relative name, open file) for every dataset file. The caller must close the files.
 
-    Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if a folder has too many
-    entries, or if the dataset is a single file with an unknown suffix.
+    Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if the dataset's folders
+    have more than `most_entries` entries in total, or if the dataset is a single file with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:
@@ -306,7 +306,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
         for name in sorted(names):
             entries += 1
             if entries > most_entries:
-                text = f"the folder has more than {most_entries:,} entries"
+                text = f"the folder and its subfolders have more than {most_entries:,} entries"
                 raise PathError("unusable", text, "use fewer, larger files")
             entry = _entry(root, inside, name)
             if entry is None:

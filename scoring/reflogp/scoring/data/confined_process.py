@@ -107,14 +107,14 @@ class ConfinedProcess:
             raise ReflogpError(f"cannot start a process to read or tokenize data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Restart the period after which `watch` kills a child that has made no progress."""
+        """Set the child's idle time, which `watch` measures, to zero."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if it has used no processor time, and `progress` has not changed, for `seconds` seconds.
+        """Kill the child if, for `seconds` seconds, it has used no processor time and `progress` has not changed.
 
-        `progress` is a number that the caller changes when the child makes progress. Time during which this process does not
-        run, for example because the machine is suspended, is not counted.
+        `progress` is a number that the caller changes when the child makes progress. Time during which the parent process does
+        not run, for example because the machine is suspended, is not counted.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now
@@ -131,7 +131,7 @@ class ConfinedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the child and return its exit status, or -N if signal N killed it.
+        """Kill the child if it is still running. Return its exit status, or -N if signal N killed it.
 
         Later calls return the same status.
         """

@@ -25,7 +25,8 @@ Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Encode examples as in TRL. Return (prompt_ids, completions) or an error for each example."""
+    """Encode examples in the same way as TRL. For each example, return the token ids of the prompt and of each completion, or a
+    RowError."""
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
@@ -52,7 +53,7 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
 
 
 def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
-    """Return the length of the common prefix of two lists or texts, in tokens or characters."""
+    """Return the length of the common prefix of two lists of tokens (in tokens) or of two texts (in characters)."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -71,7 +72,7 @@ class _Text:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Render the prompt, and the prompt followed by each completion.
+    """Render the prompt and, for each completion, the prompt followed by that completion.
 
     Returns:
         The texts to encode, or token ids if the example is conversational and the tokenizer's class overrides
@@ -109,8 +110,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer uses transformers' own `apply_chat_template`.
 
-    The texts that such a tokenizer renders can be encoded later, many in one batch. Their token ids are the same as if
-    `apply_chat_template` had tokenized each text itself.
+    The texts that such a tokenizer renders can be encoded later, many in one batch. The token ids are the same as those that
+    `apply_chat_template` returns with `tokenize=True`.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

@@ -2,8 +2,8 @@
 
 `datasets` runs in a separate process, which is started with `python -m reflogp.scoring.data.hub_split` and reads the
 repository's metadata but no data. The process has an empty working folder and empty caches. Therefore, `datasets` cannot
-mistake a local folder of the same name, or an older cached copy, for the dataset. The metadata may name any file, so names that
-lead outside the repository are rejected before `datasets` looks for the files.
+mistake a local folder of the same name, or an older cached copy, for the dataset. The metadata can contain any path or URL, so
+those that lead outside the repository are rejected before `datasets` looks for the files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
         place: the dataset's repository and revision on the Hub.
         config: name of one of the dataset's configs (subsets); None for the default config.
         split: name of the split.
-        check: function that is called a few times a second. It can stop the search by raising an error.
+        check: function that is called a few times a second. It can cancel the call by raising an error.
 
     Raises:
-        DatasetError: the dataset, the config or the split does not exist, or the files cannot be read.
+        DatasetError: the dataset, the config or the split does not exist, the metadata cannot be read, or the metadata or the
+            files are of a kind that is not supported.
     """
     with tempfile.TemporaryDirectory(prefix="reflogp-hub-") as folder:
         caches = {name: f"{folder}/{name}" for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")}
@@ -63,7 +64,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
     if answer is None:
         raise DatasetError(
             f"{place}: the process that read the dataset's metadata exited with status {process.returncode}; it may have used "
-            "too much memory or time"
+            f"too much memory or time: submit one job for each data file ({place}/FILE)"
         )
     if "problem" in answer:
         raise DatasetError(f"{place}: {answer['problem']}")
@@ -99,7 +100,7 @@ def _main() -> None:
         commit, names = _commit_and_names(place)
         at = HubPlace(repository, commit)
         if _YAML in names:
-            raise DatasetError(f"metadata in {_YAML} is not supported: submit one job for each file, {at}/FILE")
+            raise DatasetError(f"metadata in {_YAML} is not supported: submit one job for each data file ({at}/FILE)")
         if _CARD in names:
             _check_card(HubFile(at, _CARD))
         answer: dict[str, Any] = {"commit": commit, "paths": _paths(at, config, split)}
@@ -167,8 +168,8 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
     names = [field.name for field in fields(plain) if field.name not in _PLACES]
     if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
         raise DatasetError(
-            f"the dataset's metadata sets {', '.join(options)}; the service does not support such loading options: score the "
-            "dataset with `reflogp score`, or upload it as Parquet"
+            f"the dataset's metadata sets {', '.join(options)}, but the service does not support options that change how files "
+            "are read: score the dataset with `reflogp score`, or upload the dataset as Parquet"
         )
     paths = [_path(str(url), place) for url in splits[split]]
     if len(paths) > MOST_ENTRIES:
@@ -183,7 +184,7 @@ def _path(url: str, place: HubPlace) -> str:
     """
     path = url.removeprefix(f"{place}/")
     if path == url or HubFile.parse(f"{HubPlace(place.repository)}/{path}").path != path:
-        raise DatasetError(f"a file is outside of the repository: {shortened(url)}")
+        raise DatasetError(f"the split contains a file outside of the repository: {shortened(url)}")
     if dataset_suffix(path) is None:
         raise DatasetError(f"file {shortened(path)} does not end in {SUFFIXES_IN_WORDS}")
     return path

@@ -48,7 +48,7 @@ class ImageDecoder:
     """A thread-safe pool of child processes that decode images and compute their pixel digests. Use it as a context manager.
 
     Attributes:
-        children: maximum number of child processes: the number of cores, or fewer if little memory is free.
+        children: maximum number of child processes. It is the number of CPU cores, or less if little memory is free.
     """
 
     def __init__(self) -> None:

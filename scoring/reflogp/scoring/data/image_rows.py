@@ -1,10 +1,10 @@
-"""Tokenize rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
+"""Tokenize rows with images in the same way as TRL's DataCollatorForVisionPreference, but without processing pixels.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
 list of parts. Placeholders for the images are inserted at the start of the first user message whose content is text. If there
 is no such message, the messages must already contain the placeholders. After the chat template is rendered, the prompt and the
-completions are tokenized separately, without adding special tokens. Plain text is used unchanged; no EOS token is appended.
-This module does not import trl.
+completions are tokenized separately, without adding special tokens. In a row with plain text instead of
+messages, the text is used unchanged. No EOS token is appended. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
         images: (pixel digest in hexadecimal, (size, mode)) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
-    Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if a template
-    or processor fails for the row.
+    Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if the chat
+    template or the processor fails for the row.
     """
     if "prompt" not in columns:
         raise RowError("a pair with images needs a prompt column")
@@ -83,19 +83,19 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return the messages with each message's content converted to a list of parts.
 
-    `images` is the number of parts of type image that the returned messages must contain. All of these parts are inserted
-    before the text of the first user message whose content is text. If there is no such message, the messages must already
-    contain these parts.
+    `images` is the number of placeholders, which are parts of type image, that the returned messages must contain. The
+    placeholders are inserted before the text of the first user message whose content is text. If there is no such message,
+    `messages` must already contain the placeholders.
 
-    Raises RowError if the number of parts of type image differs from `images`, if a role is unknown, or if a part contains an
-    image, audio or video.
+    Raises RowError if the number of placeholders differs from `images`, if a role is unknown, or if a part contains audio,
+    video or the image itself instead of a placeholder.
     """
     found: list[dict[str, Any]] = []
     placed = False
     for message in messages:
         role, content = message["role"], message.get("content")
         if role not in _ROLES:
-            raise RowError(f"a message has the unknown role {role!r}")
+            raise RowError(f"a message has the unknown role {role!r}; expected 'system', 'user', 'assistant' or 'tool'")
         if isinstance(content, str):
             first = role == "user" and not placed
             parts = [{"type": "image"}] * images if first else []

@@ -141,7 +141,7 @@ class ImageReader:
     ) -> list[tuple[RowImage, ...] | RowError]:
         """Return the images of each row, or an error for a row whose images cannot be used.
 
-        `check` is called many times a second and can stop the reading by raising an error.
+        `check` is called many times a second and can cancel the call of `read` by raising an error.
         """
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
@@ -240,7 +240,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 def bytes_of_images(columns: dict[str, Any]) -> int:
     """Return the approximate number of bytes of memory that a row's images occupy.
 
-    Images that are given as paths occupy no memory.
+    For an image that is given as a path, the file's content is not counted.
     """
     size = 0
     for name in IMAGE_COLUMNS:
@@ -273,7 +273,7 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     if images is None:
         return []
     if not isinstance(images, list | tuple):
-        raise RowError(f"images has type {type(images).__name__}; expected a list of images")
+        raise RowError(f"the value of column images has type {type(images).__name__}; expected a list of images")
     if len(images) > MAX_IMAGES:
         raise RowError(f"the row has {len(images)} images, but at most {MAX_IMAGES} are allowed")
     return [(f"image {number}", value) for number, value in enumerate(images)]

@@ -23,13 +23,13 @@ def open_dataset(dataset: Any) -> RowSource:
     """Open a dataset of any supported type, and return a source of its rows.
 
     Args:
-        dataset: a path or hub name (the train split is read), a `datasets.Dataset` or `IterableDataset` (its output format is
-            ignored), a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts. The dataset must have columns that
-            `reflogp score` accepts.
+        dataset: a path or a dataset's name on the Hugging Face Hub (the train split is read), a `datasets.Dataset` or
+            `IterableDataset` (its output format is ignored), a pandas or Polars data frame, a `pyarrow.Table`, or a list of
+            dicts. The dataset must have columns that `reflogp score` accepts.
 
     Raises:
-        DatasetError: the path or name cannot be opened.
-        UsageError: the dataset is an object of an unsupported type.
+        DatasetError: the path or the dataset on the Hub cannot be opened.
+        UsageError: the object has an unsupported type, a transform, or column names that are not unique.
     """
     if isinstance(dataset, str | os.PathLike):
         return RowSource(os.fspath(dataset))
@@ -105,7 +105,7 @@ class _ObjectRows(RowSource):
     Args:
         rows: function that returns an iterator over all rows.
         count: number of rows, or 0 if the number is unknown.
-        stream: True if the rows may never end.
+        stream: True if the number of rows may be infinite.
     """
 
     def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:

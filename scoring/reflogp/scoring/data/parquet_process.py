@@ -4,10 +4,10 @@ A file of a few kilobytes can expand to any size when it is decoded, and a damag
 child process reads the file with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes
 or uses too much processor time, the file is treated as unreadable, and the parent process continues.
 
-The parent does not trust the stream: it rejects a message that is longer than `group_bytes` before reading the message, and it
-validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file that
-takes control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the user's
-permissions.
+The parent does not trust the stream: it does not read Arrow messages that are much longer than `ReadBounds.group_bytes`, and
+it validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file
+that takes control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the
+user's permissions.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ class _ReaderKilledError(_MemoryExceededError):
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file, using a limited amount of memory.
 
-    If a signal terminates the child process, a new child process continues from the last batch that was received. If a row
-    group takes too much memory, or if two consecutive child processes are terminated before they send a batch, the next plan of
-    `_PLANS`, which needs less memory, is tried for that row group. Later row groups are read with the first plan again.
+    If a signal terminates the child process, a new child process continues after the last batch that was received. If the
+    current row group takes too much memory, or if two consecutive child processes are terminated before they send a batch, this
+    row group is read with the next plan of `_PLANS`, which needs less memory. Later row groups are read with the first plan
+    again.
 
     Raises:
         DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
@@ -226,7 +227,7 @@ class _Reader(ConfinedProcess):
 
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
-    """Send the parent a file's batches, or only the file's schema if `plan` is None.
+    """Send a file's schema and batches to the parent, or only the schema if `plan` is None.
 
     Store the file's number of rows in `result`.
     """
@@ -254,7 +255,7 @@ def _leave(result: mmap.mmap, text: str, status: int) -> None:
 def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, bounds: ReadBounds) -> None:
     """Send batches to the parent as an Arrow stream, with a separate time limit for each batch.
 
-    Raises DatasetError for a batch larger than `group_bytes`.
+    Large batches are split. Raises DatasetError for a piece that is larger than `bounds.group_bytes`.
     """
     with os.fdopen(SOCKET, "wb", 1 << 18, closefd=False) as sink, pa.ipc.new_stream(sink, schema) as writer:
         sink.flush()
@@ -283,7 +284,7 @@ def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _shares_values(kind: pa.DataType) -> bool:
-    """Return True if each slice of a column of this type carries the values of all rows, as with dictionaries."""
+    """Return True for a column type, such as a dictionary, for which each slice still carries the values of all rows."""
     if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return True
     return any(_shares_values(kind.field(number).type) for number in range(kind.num_fields))
@@ -305,14 +306,15 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
     if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
-        raise DatasetError(f"{file} is damaged: the row counts of its row groups do not add up to its total")
+        raise DatasetError(f"{file} is damaged: the row counts of its row groups do not add up to its total row count")
     largest = max((group.total_byte_size for group in groups), default=0)
     claimed = sum(max(group.total_byte_size, 0) for group in groups)
     if largest > bounds.group_bytes:
         raise group_too_large(file, largest, bounds)
     if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
         raise DatasetError(
-            f"{file} claims {rows:,} rows with {claimed:,} bytes in total, more than the limit for a dataset; split it"
+            f"{file} claims {rows:,} rows with {claimed:,} bytes in total, but a dataset may have at most "
+            f"{bounds.dataset_bytes:,} bytes (at least {VALUE_BYTES} bytes are counted for each row): split the dataset"
         )
     if not encoded:
         return opened

@@ -31,8 +31,8 @@ _MOST = 4_000_000
 class PixelCache:
     """A thread-safe cache of the pixel digests, sizes and modes of encoded images. Use it as a context manager.
 
-    The cache folder must belong to this user and must not be writable by other users. Otherwise, the file in the folder is not
-    used, because other users could store false digests in it, and rows would get wrong keys.
+    The cache folder must belong to this user and must not be writable by other users. Otherwise, the cache file is not
+    used: other users could store false digests in it, and rows with those images would get wrong keys.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class PixelCache:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("image digests cannot be cached, so every run decodes the images again: %s", error)
+        logger.warning("image digests cannot be cached (%s), so every run decodes the images again", error)
         if self._file is not None:
             with suppress(sqlite3.Error):
                 self._file.close()

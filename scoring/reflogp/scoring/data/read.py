@@ -1,7 +1,7 @@
 """Read rows from JSON Lines, JSON, CSV, Parquet or Arrow files, from datasets saved with `save_to_disk`, or from the HF Hub.
 
 A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
-`bounds` implements the limits on memory and decoded bytes.
+`bounds` limits how many bytes are decoded from untrusted data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".feather": "arrow",
 }
 #: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …".
-SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, such as .jsonl.gz or .csv.zst"
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed (.jsonl.gz, .csv.zst, ...)"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows exceed this many bytes in total.
@@ -84,7 +84,9 @@ class Row:
 
 
 class RowSource:
-    """A dataset that can be read from the start any number of times, in bounded memory.
+    """A dataset that can be read from the start any number of times.
+
+    Only a file with a JSON array is read into memory as a whole.
 
     Args:
         data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
@@ -141,10 +143,10 @@ class RowSource:
                 yield Row(number, columns, problem, size)
 
     def only(self, numbers: Iterable[int]) -> RowSource:
-        """Return a view of the dataset that iterates only over the given rows.
+        """Return a copy of this source that yields only the rows with these numbers.
 
-        Row numbers stay the same. `count` still counts all rows of the dataset. For JSON, CSV and Arrow files, `schema` uses
-        only the given rows.
+        The rows keep their numbers, and `count` still counts all rows of the dataset. `schema` uses only the rows with these
+        numbers if the dataset consists of JSON, CSV or Arrow files; otherwise, it describes the whole dataset.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
@@ -183,8 +185,8 @@ class RowSource:
         For JSON, CSV and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
-            usable: function that takes a row's columns. It must return False for a row that will be left out of the output, so
-                that the row does not affect the schema.
+            usable: function that takes a row's columns. A row for which it returns False does not affect the schema, unless the
+                schema comes from metadata.
 
         Raises:
             DatasetError: a column has values of several types that cannot be combined into one Arrow type.
@@ -205,10 +207,11 @@ class RowSource:
         return schemas[0] if schemas else pa.schema([])
 
     def has_column(self, *names: str) -> bool | None:
-        """Return True if any row of the dataset has one of these columns, even if its value is null.
+        """Return True if any row of the dataset has one of these columns, even if the column's value is null.
 
-        The columns of Parquet files, saved datasets and hub datasets are read from their metadata. All other formats are read
-        up to the first row with such a column. For a stream, the result is None, because the search might never end.
+        The columns of Parquet files, saved datasets and hub datasets are read from their metadata. In all other formats, rows
+        are read until one has such a column. For a `datasets.IterableDataset`, the result is None, because the search might
+        never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
@@ -254,8 +257,8 @@ class RowSource:
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `datasets.Dataset` in the dataset's output format. Rows are read in batches.
 
-    Images are not decoded, but yielded as {"bytes": …, "path": …}. Only images in a column with a fixed mode, such as RGB, are
-    decoded, because `datasets` converts them to that mode.
+    Images are yielded as {"bytes": …, "path": …}, without being decoded. The exception is a column with a fixed mode, such as
+    RGB: its images are decoded, because `datasets` converts them to that mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -359,8 +362,8 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
         loaded = datasets.load_from_disk(data) if form == "folder" else datasets.load_dataset(data, split=split)
     except Exception as error:  # the hub's client raises exceptions of many types, all because the dataset is not available
         raise DatasetError(
-            f"dataset {data!r} is neither a local file nor a hub dataset that can be reached ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''})"
+            f"dataset {data!r} is not a local file and cannot be loaded as a saved dataset or from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
@@ -387,7 +390,7 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 def _state(file: Path) -> dict[str, Any]:
     """Return the JSON object in a metadata file of a saved dataset.
 
-    Raises DatasetError if `splits` or `_data_files` is present but is not a list.
+    Raises DatasetError if the file cannot be read or is not a JSON object, or if its `splits` or `_data_files` is not a list.
     """
     try:
         with file.open("rb") as raw:
@@ -401,7 +404,7 @@ def _state(file: Path) -> dict[str, Any]:
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
-        raise DatasetError(f"the saved dataset {folder} refers to an invalid file or split: {name!r}")
+        raise DatasetError(f"the saved dataset {folder} contains an invalid name of a file or split: {name!r}")
     return name
 
 
@@ -421,9 +424,9 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """Parse a line of JSON and return it as a row.
+    """Return the row that a line of JSON contains.
 
-    The row is unreadable if the line is not JSON or contains an unpaired surrogate.
+    The row is unreadable if the line is not a JSON object, contains an unpaired surrogate or is nested too deeply.
     """
     try:
         text = line.decode(json.detect_encoding(line))
@@ -499,7 +502,7 @@ def _json_array(text: str) -> Iterator[_Read]:
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
     """Yield the rows of a CSV file. All values are text.
 
-    An empty cell becomes null, as in `datasets`. A record with too few or too many cells is a bad row.
+    An empty cell becomes null, as in `datasets`. A record with too few or too many cells is an unreadable row.
     """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:

@@ -1,10 +1,10 @@
 """Tokenize rows in child processes that can be killed.
 
-A chat template is a program whose input is a row. Such a program can run forever or build a string of several terabytes, and a
-single operation of Python or of a tokenizer cannot be interrupted. Therefore, rows are rendered and encoded in forked child
-processes, which inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the
-memory of the child (RLIMIT_AS). A row that crashes its child process is reported as a bad row, and a new child continues with
-the remaining rows. The caller's `check` is called many times a second and can stop the work.
+A chat template is a program that runs on each row. It can run forever or build a string of several terabytes, and Python cannot
+interrupt a single string operation or tokenizer call. Therefore, rows are rendered and encoded in forked child processes, which
+inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the
+child (RLIMIT_AS). A row that crashes its child process is reported as a bad row, and a new child continues with the remaining
+rows. The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
 standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
@@ -87,7 +87,7 @@ class RowTokenizer:
 
     Args:
         tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
-        form: "preference" or "kto".
+        form: format of the rows, "preference" or "kto".
         limits: resource limits for each row; None for the defaults.
         check: function that is called about ten times a second while rows are tokenized. It can stop the work by raising an
             error.
@@ -127,7 +127,7 @@ class RowTokenizer:
 
         Raises:
             TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
-            DatasetError: SLOW_ROWS rows reached the time limit.
+            DatasetError: SLOW_ROWS rows of the dataset exceeded the time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
         waiting = deque(self._chunks(rows, images, found))
@@ -204,8 +204,8 @@ class RowTokenizer:
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
         """Handle the exit of a child that was processing a chunk.
 
-        The row that caused the exit is reported as a bad row. If it is not certain which row was the cause, each row that may
-        be the cause is first retried alone. The rest of the chunk goes back to the waiting chunks.
+        Report the row that caused the exit as a bad row. If the cause is not certain, first retry each row that may be the
+        cause in a chunk of its own. Return the chunk's other rows to `waiting`.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -230,7 +230,7 @@ class RowTokenizer:
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
                     f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenize: "
-                    "check the chat template and the content of these rows"
+                    "check the chat template first, then the content of the dataset's rows"
                 )
 
     def _why(self, status: int, still: bool) -> str:
@@ -240,7 +240,7 @@ class RowTokenizer:
             return f"tokenizing the row took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
             return f"the process crashed while tokenizing the row ({signal.Signals(-status).name}; perhaps out of memory)"
-        return f"the process crashed while tokenizing the row (status {status})"
+        return f"the process crashed while tokenizing the row (exit status {status})"
 
 
 @dataclass
@@ -291,7 +291,7 @@ class _Child(ConfinedProcess):
     def pump(self, events: int) -> bool:
         """Send data to the child and receive data from it, without blocking.
 
-        Return True if the result of `events` has changed.
+        Return True if the events to wait for, which `self.events()` returns, have changed.
         """
         waited_for = self.events()
         try:
@@ -342,7 +342,7 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
     used: dict[str, Any] = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
     for name, value in used.items():
         if not isinstance(value, str | int | float | list | dict | None):
-            raise RowError(f"{name} has type {type(value).__name__}; expected text or a list of messages")
+            raise RowError(f"{name} has type {type(value).__name__}; expected text, a list or a JSON object")
     if images is not None:
         used["images"] = [(image.digest.hex(), image.kind) for image in images]
     try:
@@ -354,8 +354,10 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
 
 
 def _placeholder(value: Any) -> str:
-    """Return the text that replaces a value that JSON cannot represent. For chat templates, transformers replaces such a value
-    with the same text."""
+    """Return the text that replaces a value that JSON cannot represent.
+
+    transformers replaces values such as bytes and dates with the same text before it passes a row to a chat template.
+    """
     return f"<{type(value).__name__}>"
 
 
@@ -404,7 +406,7 @@ def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
 def _answer(
     rows: list[dict[str, Any]], tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap
 ) -> tuple[dict[str, Any], array[int]]:
-    """Tokenize the rows of a chunk: render each row alone, then encode all of them in one batch."""
+    """Tokenize the rows of a chunk: render each row alone, then encode the rows in one batch where possible."""
 
     def begin(row: int) -> None:
         _MARK.pack_into(place, 0, row)
@@ -472,7 +474,7 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
     """Append an example's token ids to `ids` and return the lengths of the prompt and completions.
 
-    If the example is an error, only return the error's text.
+    For an error, append nothing and return the error's text.
     """
     if isinstance(example, RowError):
         return shortened(str(example))

@@ -1,7 +1,8 @@
 """Convert the columns of a preference pair, a KTO row or a row of token ids into examples.
 
-Rows are plain text or conversations, with an explicit or an implicit prompt. Rows are interpreted as in TRL 1.16
-(trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
+Pairs and KTO rows are plain text or conversations. In a pair without a prompt column, the prompt is implicit: the beginning
+that chosen and rejected have in common. Pairs and KTO rows are interpreted as in TRL 1.16 (trl/data_utils.py:
+is_conversational, extract_prompt, unpair_preference_dataset).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the columns for the completions' token ids in a dataset of this format.
+    """Return the names of the columns that contain the completions' token ids once a dataset of this format is tokenized.
 
     Args:
         form: the dataset's format.
@@ -120,7 +121,10 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
         completions = tuple(rest)
     conversational = is_conversational(prompt, *completions)
     if conversational and not prompt:
-        raise RowError("chosen and rejected do not begin with the same turn, so there is no prompt")
+        raise RowError(
+            "the conversation has no prompt; add one (without a prompt column, chosen and rejected must begin with the same "
+            "turn)"
+        )
     for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
         _check_type(name, value, conversational)
     kwargs = _template_kwargs(columns)
@@ -134,10 +138,10 @@ def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
     `chosen` and `rejected` are texts or lists of messages.
 
-    The prompt ends where TRL's extract_prompt ends it, including in edge cases. A prompt that ends elsewhere would result in
-    different keys. A space before the first difference belongs to the completions. If `chosen` or `rejected` is a prefix of the
-    other, the last character or message of the shorter one belongs to the completions. Raises RowError if `chosen` or
-    `rejected` is empty.
+    The prompt ends where TRL's extract_prompt ends it, including in edge cases. If it ended elsewhere, the row's keys would
+    differ from the keys that a TRL trainer computes. A space before the first difference belongs to the completions. If
+    `chosen` or `rejected` is a prefix of the other, the last character or message of the shorter one belongs to the
+    completions. Raises RowError if `chosen` or `rejected` is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -206,18 +210,18 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
     refused = sorted(set(extra) & reserved_kwargs())
     if refused:
         raise RowError(
-            f"chat_template_kwargs sets {', '.join(refused)}, which would change how a row is rendered or encoded; only "
-            "variables of the model's own chat template are allowed"
+            f"chat_template_kwargs sets {', '.join(refused)}, which would change how a row is rendered or encoded; it may "
+            "contain only variables of the chat template"
         )
     return {"tools": tools, **extra}
 
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
-    """Return the names of apply_chat_template's own parameters, which a row must not set.
+    """Return the names that a row's chat_template_kwargs must not set.
 
-    The names are read from the signatures of functions in transformers. Any other name in a row's chat_template_kwargs becomes
-    a template variable.
+    They are the parameters of transformers' apply_chat_template and render_jinja_template, except `tools` and `documents`. Any
+    other name in chat_template_kwargs becomes a template variable.
     """
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

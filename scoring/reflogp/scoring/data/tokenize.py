@@ -1,7 +1,7 @@
 """Load a tokenizer and tokenize datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
 
-Users can replace the model's tokenizer, and they can replace the tokenizer's chat template. Text is rendered and encoded by
-`encode`, in child processes that `row_process` can kill. This module does not import trl.
+Callers can choose a tokenizer other than the model's, and a chat template other than the tokenizer's. Text is rendered and
+encoded by `encode`, in child processes that `row_process` can kill. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class TokenizedRows:
         table: table with the columns `row` (row number in the dataset, int64), `prompt_ids`, and one column for each
             completion: `chosen_ids` and `rejected_ids`, or `completion_ids` and, in some datasets, `KL_completion_ids`. Columns
             of token ids have the type list<int64>.
-        rows: original columns of each row of the table, as read from the dataset, in the table's order.
-        problems: dict from row number to the reason why one of the row's examples could not be added to the table.
+        rows: original columns of each row of the table, as read from the dataset, in the table's order; empty if the token ids
+            were read from a file.
+        problems: dict of row number -> reason why the row, or an example that it contains, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
-        limited: True if a row exceeded a time or memory limit, so that another run might have a different result.
+        limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
         images: the images of the table's rows; empty for a text-only dataset.
         vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
     """
@@ -64,7 +65,7 @@ class TokenizedRows:
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer.
 
-    Raises TokenizerError if there is no tokenizer, and FileChangedError if its files change while they are being read.
+    Raises TokenizerError if no tokenizer can be loaded, and FileChangedError if the tokenizer's files change during loading.
     """
     with open_tokenizer(model) as files:
         return files.load(trust_remote_code)
@@ -87,12 +88,13 @@ def tokenize_dataset(
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
-        limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is reported as a bad row.
+        limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is listed in
+            TokenizedRows.problems.
         check: function that is called about ten times a second; in the tokens format, it is called once for each row. It can
             stop the work by raising an error.
         load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
             the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
-            rows that contain images are bad rows.
+            rows that contain images are listed in TokenizedRows.problems.
 
     Yields:
         The rows of one window, in the dataset's order.
@@ -101,11 +103,11 @@ def tokenize_dataset(
         DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
             rows is examined); many rows took too long to tokenize; or a column of images first appears in a later window of a
             stream.
-        TokenizerError: there is no tokenizer for text rows, or the tokenizer lacks a chat template or an EOS token that the
-            rows need.
+        TokenizerError: the rows are text and `tokenizer` is None, or the tokenizer lacks a chat template or an EOS token that
+            the rows need.
     """
     outputs: tuple[str, ...] | None = None
-    why = "it is empty"
+    why = "the dataset is empty"
     children: RowTokenizer | None = None
     images: _Images | None = None
     may_come = False
@@ -145,9 +147,10 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the format of the first row whose columns match a format, and the names of its completion columns.
+    """Return the dataset's format, and the names of the table's completion columns in this format.
 
-    If no row matches a format, raises DatasetError with the problem of the first row.
+    They are determined by the first row whose columns match a format (`form`, if it is given). If there is no such row, raises
+    DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
     for columns in rows:
@@ -175,13 +178,11 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return (image processor, True if later rows of a stream may have images).
-
-    The image processor is None for a dataset without images.
+    """Return the image processor (None for a dataset without images), and whether later rows of a stream may have images.
 
     Args:
-        source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for one, unless the
-            model accepts only text.
+        source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for such a column,
+            unless the dataset is a stream or the model accepts only text.
         rows: the dataset's first rows.
         load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if the dataset has no column of
             images.
@@ -285,7 +286,7 @@ def chosen_tokenizer(
             template.
 
     Raises:
-        TokenizerError: there is no tokenizer.
+        TokenizerError: no tokenizer can be loaded.
         UsageError: a folder or a template cannot be read, or the template is empty.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
@@ -312,7 +313,7 @@ def _text_of(file: str) -> str:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():
-        raise UsageError(f"--chat-template {file}: is empty")
+        raise UsageError(f"--chat-template {file} is empty")
     return text

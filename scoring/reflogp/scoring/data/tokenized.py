@@ -39,16 +39,15 @@ class TokenizedDataset:
 
     Args:
         source: the rows.
-        load: function that returns the tokenizer. It is called once, before the first row is tokenized.
+        load: function that returns the tokenizer. It is called at most once, before the first row is tokenized.
         form: the dataset's format; None to detect it.
         kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
             pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
             dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
             memory limit, because the row may be usable with a different limit. It is also not written if rows have images,
             because the file's name does not depend on the content of image files.
-        unchanged: function that is called after each pass over `source`, before a file of token ids gets its final name. The
-            function must raise an error if the dataset's content may have changed after the digest for the file's name was
-            computed.
+        unchanged: function that must raise an error if the dataset's content may have changed since the digest in the name of
+            `kept` was computed. It is called after each pass over `source`; if it raises an error, the file is not kept.
         limits: limits for tokenizing a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenized. It can stop the work by raising an
             error.
@@ -98,7 +97,7 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Stop the iterations that are tokenizing rows in other threads: they raise StoppedError.
+        """Stop all iterations that tokenize rows, in any thread: the current iterations and all later ones raise StoppedError.
 
         Iterations that read token ids from a file are not stopped.
         """
@@ -187,8 +186,10 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete partial files left by processes that were killed. Partial files that a running process still writes are locked,
-    and are kept."""
+    """Delete the incomplete files of token ids that killed processes have left in a folder.
+
+    A file that a running process is still writing is locked, and is not deleted.
+    """
     for partial in folder.glob(".*.partial"):
         with suppress(OSError):  # the file is locked, or was renamed a moment ago
             descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

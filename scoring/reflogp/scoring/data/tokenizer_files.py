@@ -43,7 +43,7 @@ class TokenizerFiles:
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
-            FileChangedError: a file was written to while it was being loaded.
+            FileChangedError: a file was written to while the tokenizer was being loaded.
         """
         from transformers import AutoTokenizer  # not needed to compute the digest
 
@@ -99,7 +99,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
-        """Return a TokenizerRef for the tokenizer that a model folder contains now, without loading the tokenizer.
+        """Return a TokenizerRef for the tokenizer that is now in a model folder. The tokenizer is not loaded.
 
         Raises the same errors as `open_tokenizer`.
         """
@@ -124,7 +124,7 @@ class TokenizerRef:
     """A tokenizer, identified by the content of its files.
 
     Attributes:
-        model: folder of the tokenizer.
+        model: the model folder from which the tokenizer is loaded; see `open_tokenizer`.
         digest: digest of the tokenizer's files.
     """
 
@@ -136,7 +136,7 @@ class TokenizerRef:
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
-        Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if the tokenizer is no longer cached and
-        its files have changed.
+        Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if the tokenizer is not in the cache
+        and its files have changed.
         """
         return self.cache.get(self)

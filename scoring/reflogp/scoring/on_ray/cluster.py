@@ -1,7 +1,7 @@
 """Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-To find out whether another node sees the same folder as this node, this process writes a temporary file to the folder, and the
-other node looks for the file.
+To check that all nodes share a folder, the run writes a temporary file to it (`probe`), and each worker checks that its node
+sees the file (`require_visible`).
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def probe(folder: Path) -> Iterator[str]:
 
 
 def require_visible(file: str) -> None:
-    """Raise EngineError if this node cannot see a temporary file that another node wrote."""
+    """Raise EngineError if this node does not see the temporary file that the run wrote with `probe`."""
     if not Path(file).is_file():
         raise EngineError(
-            f"{Path(file).parent} is a different folder on this node: use a folder on a filesystem that all nodes share"
+            f"{Path(file).parent} is not shared with this node: use a folder on a filesystem that all nodes share"
         )

@@ -55,10 +55,10 @@ class NodeWorker(ScoringWorker):
 
 
 class ClusterWorkers:
-    """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
+    """Starts workers on the cluster that this process is connected to (see `cluster.connected`); see Workers.
 
     Args:
-        model: folder or hub id of the model. Each node looks it up separately.
+        model: folder or hub id of the model, which each worker resolves on its own node.
         revision: revision of the model, if `model` is a hub id.
         reference: the reference whose values are computed.
         choice: the engine that each worker loads.
@@ -94,7 +94,7 @@ class ClusterWorkers:
     def begin(self, have: int) -> list[Worker]:
         """Start the missing workers; see Workers.begin.
 
-        A worker that was started but that Ray has not placed yet does not count as missing.
+        A worker that Ray has not placed yet does not count as missing.
         """
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
@@ -116,12 +116,12 @@ class ClusterWorkers:
         self._without_since = self._without_since or now
         waited = now - self._without_since
         asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
-        what = f"no worker could start: each asks for {asked}, but the Ray cluster has {describe_cluster()}"
+        what = f"no worker could start: each worker needs {asked}, and the Ray cluster has {describe_cluster()} in total"
         if waited > self._place_seconds:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for new nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for free resources or new nodes", stacklevel=2)
 
 
 class _RayWorker:

@@ -1,1 +1,1 @@
-"""Build the page that `reflogp report` writes about a scored dataset, from the dataset's tokens and stored log-probs."""
+"""Build the page and charts of `reflogp report` from a dataset's tokens and its stored log-probs."""

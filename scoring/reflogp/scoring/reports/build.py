@@ -45,7 +45,7 @@ class ReportSummary:
         with_values: number of examples with log-probs.
         missing: number of tokenized examples whose log-probs are not in the snapshot.
         missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
-        bad_rows: number of rows that cannot be used.
+        bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
         dropped_rows: number of examples that TRL drops because of max_length.
         coverage: with_values / (with_values + missing + bad_rows).
@@ -59,7 +59,7 @@ class ReportSummary:
         near_duplicates: estimated number of near duplicates (`Duplicates.near`).
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: kind of outlier -> number of examples.
-        truncation: effect of each compared max_length (see `truncation.Cut`).
+        truncation: for each max_length that the report compares, a dict with the fields of `truncation.Cut`.
         findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
             and `command`.
         seconds: number of seconds that the report took.

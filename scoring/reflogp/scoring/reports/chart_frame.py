@@ -23,7 +23,7 @@ PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
-    """Return a chart: a plot with a title and a description.
+    """Return the SVG of a chart: the plot with a title and a description.
 
     Args:
         name: name of the chart, unique within the page. It may contain letters, digits and hyphens.

@@ -1,7 +1,7 @@
 """Write a report's charts as PNG files, and check the folder that the report is written to.
 
-The page itself contains the charts as SVG; the PNG files are for slides and issues. The folder must be new or empty, or contain
-an earlier report. A folder with any other content must never be changed.
+The report's HTML page contains the same charts as SVG; the PNG files are for slides and GitHub issues. The folder must be new
+or empty, or contain an earlier report. A folder with any other content must never be changed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def check_folder(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
-        raise UsageError(f"the output {folder} is a file, but a report needs a folder")
+        raise UsageError(
+            f"the output {folder} is a file, but a report needs a folder. Use a new or empty folder, or the folder of an "
+            "earlier report"
+        )
     # A report that was killed may leave .partial files.
     names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
     is_report = _is_report(folder / PAGE_NAME)

@@ -1,7 +1,8 @@
 """Collect a few statistics for each example in one pass over a dataset, and count the examples without log-probs.
 
 Rows are tokenized and truncated, and keys are computed, in the same way as in scoring and in the module `joining`. Text and
-tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its sketch.
+tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its MinHash
+sketch (see the module `sketches`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Side:
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
         tokens: number of completion tokens whose log-probs the trainer uses, int32 (n,).
-        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN for an example that is not usable.
-        lowest: lowest log-prob among these tokens, float64 (n,); NaN for an example that is not usable.
+        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN if the example has no values.
+        lowest: lowest log-prob among these tokens, float64 (n,); NaN if the example has no values.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -66,11 +67,11 @@ class Coverage:
 
     Attributes:
         rows: number of rows read.
-        examples: number of tokenized examples: the sum of with_values, missing, dropped and the bad examples that could be
-            tokenized. A row is one example, or two if pairs are split for KTO.
+        examples: number of examples that could be tokenized, whether or not they have values. A row is one example, or two if
+            pairs are split for KTO.
         with_values: number of examples with log-probs.
         missing: number of examples for which the snapshot has no values.
-        missing_row_numbers: row numbers of the first hundred missing examples.
+        missing_row_numbers: row numbers of the first hundred examples that `missing` counts.
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         problems: (row number, reason) for the first hundred bad rows.
         dropped: number of examples that TRL drops because of max_length.
@@ -180,9 +181,9 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that keeps its last result.
+    """Look up keys in a snapshot, and keep the result of the last call of `find` in `found`.
 
-    The log-probs of single tokens are read from that result, without a second lookup.
+    `join_logps` returns only sums; the log-probs of single tokens can be read from `found`, without a second lookup.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -244,9 +245,9 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """Return each example's lowest log-prob after truncation, for each column of token ids: float64 (n,).
+    """For each column of token ids, return each example's lowest log-prob among the tokens that are left after truncation.
 
-    The result is 0 for an example without log-probs.
+    The arrays are float64 (n,). The lowest log-prob is 0 if the example has no log-probs.
     """
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)

@@ -64,9 +64,9 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
 
 
 def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Drop the near duplicates that `contrary` counts.
+    """Drop each NearPair whose two examples have the same sequences, with chosen and rejected swapped or with different labels.
 
-    Their sequences are equal to those of the earlier example, but swapped or labeled differently.
+    Opposite preferences are counted in `Duplicates.contrary`.
     """
     keys = [side.keys for side in collected.sides.values()]
     return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]

@@ -37,7 +37,8 @@ class Histograms:
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
         beyond: number of values below the first edge or above the last. They are counted in the first and last bars.
-        zero: True to draw a line at zero. A margin above zero means that the reference prefers chosen.
+        zero: True to draw a line at zero, as in the charts of margins: the reference prefers chosen if the margin is above
+            zero.
     """
 
     title: str
@@ -82,7 +83,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """The data for all charts. Charts of log-probs are None if no example has log-probs; charts of margins are None for KTO."""
+    """The data for all charts.
+
+    All attributes except `truncation` are None if no example has log-probs. For KTO, `margins` and `margins_per_token` are
+    always None.
+    """
 
     logps: Histograms | None
     margins: Histograms | None

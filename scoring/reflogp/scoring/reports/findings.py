@@ -44,11 +44,11 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
     Args:
         coverage: counts of examples with and without values.
         score: command that scores the missing rows.
-        repair: command that repairs the store and must be run first; None if the store is not damaged.
+        repair: command that repairs the store and must be run before `score`; None if the store is not damaged.
     """
     found = []
     if repair:
-        text = "The store is damaged, and damaged values count as missing. Repair the store first."
+        text = "The store is damaged, and damaged values count as missing. Before you score any rows, repair the store:"
         found.append(Finding("fix", text, repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
@@ -56,7 +56,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         rest = others if coverage.with_values else "The rest of this report uses no log-probs."
         found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
-        dropped = f"; {coverage.dropped:,} dropped because of max_length" if coverage.dropped else ""
+        dropped = f"; TRL drops {counted(coverage.dropped, 'row')} because of max_length" if coverage.dropped else ""
         text = (
             f"No values are missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
         )
@@ -66,16 +66,16 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         found.append(
             Finding(
                 "fix",
-                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Fix or "
-                "remove these rows; up to a hundred of them are listed under Coverage.",
+                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first problem is in row {row:,}: "
+                f"{problem}. Fix or remove each bad row; up to a hundred bad rows are listed under Coverage.",
             )
         )
     if coverage.bare:
         found.append(
             Finding(
                 "check",
-                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt. The first completion "
-                "token then serves as context and has no value, as in TRL's loss.",
+                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt. Without a prompt, the "
+                "first completion token is only context: it has no value, and TRL's loss does not use it either.",
             )
         )
     return found
@@ -112,15 +112,16 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
             found.append(Finding("fix", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
         else:
-            text += "50% is chance. This says nothing about the quality of the data: DPO's loss compares policy and reference."
+            text += "50% is chance. These percentages say nothing about the quality of the data: DPO's loss compares policy "
+            text += "and reference."
             found.append(Finding("fact", text))
         if preference.shorter_higher is not None:
             shorter = percent(preference.shorter_higher, 1)
             found.append(
                 Finding(
                     "fact",
-                    f"The shorter completion has the higher sum of log-probs in {shorter} of the pairs with unequal lengths. "
-                    "The closer this is to 100%, the more the sums depend on length.",
+                    f"The shorter completion has the higher sum of log-probs in {shorter} of the pairs whose completions "
+                    "differ in length. The closer this percentage is to 100%, the more the sums depend on length.",
                 )
             )
         longer = preference.chosen_longer
@@ -179,7 +180,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
         found.append(
             Finding(
                 "fact",
-                f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
+                "The desirable completion has the higher mean log-prob per token in "
                 f"{percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable completion. "
                 "50% is chance.",
             )
@@ -221,8 +222,8 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
         found.append(
             Finding(
                 "fix",
-                f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical, so training can learn "
-                "nothing from them. Remove these pairs.",
+                f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical. Training can learn "
+                "nothing from such pairs: remove them.",
             )
         )
     if duplicates.contrary:

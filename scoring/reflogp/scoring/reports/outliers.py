@@ -112,8 +112,8 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
     if collected.pairs:
         margins = means[0] - means[1]
         far = -robust_z_by_length(margins, tokens.min(0)) - FAR
-        rule = f"margin per token (mean log-prob of chosen minus that of rejected) with a robust z below −{FAR} among pairs "
-        rule += "whose shorter completions have similar lengths"
+        rule = f"negative margin per token (mean log-prob of chosen minus that of rejected) with a robust z below −{FAR} "
+        rule += "among pairs whose shorter completions have similar lengths"
         kinds.append(
             _kind("rejected far above chosen", rule, "nats per token", good, np.where(margins < 0, far, -1.0), margins, shown)
         )

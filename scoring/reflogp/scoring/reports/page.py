@@ -51,7 +51,7 @@ _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Subject:
-    """The inputs and settings of a report, which are printed at the end of the page.
+    """The inputs and settings of a report. The section "About this report" lists all of them except `score`.
 
     Attributes:
         data: name of the dataset.
@@ -77,10 +77,11 @@ class Content:
         at: the effect of the trainer's max_length on the dataset.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
-        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ, most similar first.
-        alike_count: total number of pairs whose completions hardly differ.
+        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
+            most similar first.
+        alike_count: total number of these pairs, whether displayed or not.
         shown: index of an example -> what the page displays for it.
-        seconds: time that the report has taken so far.
+        seconds: time that was needed to compute the content.
     """
 
     subject: Subject
@@ -164,7 +165,7 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
     if values.zero:
         parts.append(_upright(x_at(0.0, low, high), "zero"))
     said = ", ".join(
-        f"{number(sum(counts))} {series} with median {number(values.medians[series])}"
+        f"{series} ({number(sum(counts))} values, median {number(values.medians[series])})"
         for series, counts in values.counts.items()
     )
     return chart(name, values.title, f"From {plain(low)} to {plain(high)} {values.unit}: {said}.", Markup("").join(parts))

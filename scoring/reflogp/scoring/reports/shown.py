@@ -1,6 +1,6 @@
 """Read the examples that a report shows: their text, and each token's log-prob and level of surprise (one of seven).
 
-Each token is shown as a separate piece of text, with invisible characters and direction controls made visible.
+The text is split into tokens, and symbols are shown instead of invisible characters and direction controls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TokenText:
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
     """Return the texts to display for token ids.
 
-    Each id is represented in exactly one text; a run of image ids gets a single text.
+    Each id belongs to exactly one text. Adjacent image ids are shown as one text.
     """
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
@@ -197,9 +197,9 @@ def read_shown(
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: indices (also in `places`) of the pairs whose two completions are compared token by token.
-        collected: the result of `collect` for the same dataset.
-        dataset, snapshot, settings: the same as for `collect`.
+        compared: the subset of `places` for which the pair's two completions are compared token by token.
+        collected: the result of `collect`.
+        dataset, snapshot, settings: the arguments that `collect` was called with.
 
     Returns:
         What to display for each example, by the example's index in `collected`.
@@ -331,7 +331,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """For each completion (0: left, 1: right), return the indices of the tokens that the other completion lacks."""
+    """Compare two completions with a diff: return, for each (0: left, 1: right), the indices of the tokens that only it has."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

@@ -1,12 +1,12 @@
 """Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-To make a sketch, each of 64 hash functions is applied to all runs of three adjacent tokens, and the smallest hash of each
-function is stored (Broder, 1997). Prompts and completions are hashed separately. Each stored hash is shortened to 16 bits, so
-the sketch of an example takes 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs
-that the examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of
-several examples agree in a group, each of these examples is compared only with the first of them and with the one before it.
-The work therefore grows with the number of examples, not with its square. The similarity of two completions is computed exactly
-only if their lengths, and how often each token occurs in them, do not already rule out the required similarity.
+A sketch has 64 entries, one for each of 64 hash functions: the function's smallest hash of all runs of three adjacent tokens
+(Broder, 1997). Each example has two sketches, one of its prompt and one of its completions. Entries are shortened to 16 bits,
+so the two sketches take 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the
+examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of several
+examples agree in all four entries of a group, each of these examples is compared only with the first of them and with the one
+before it. The work therefore grows with the number of examples, not with its square. The exact similarity of two completions is
+computed only if upper bounds, from their lengths and from how often each token occurs, reach the required similarity.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_TOKENS = 3
 HASHES = 64
 #: Minimum estimated similarity, of both the prompts and the completions, for two examples to be near duplicates.
 NEAR = 0.8
-#: Maximum number of examples that are sketched. Each sketch takes 256 bytes.
+#: Maximum number of examples that are sketched. The two sketches of an example take 256 bytes.
 MOST_SKETCHED = 1_000_000
 #: Number of adjacent entries of a sketch that must agree for two examples to be compared. At a similarity of 0.8, each of the
 #: 16 groups of entries agrees with probability 0.41.

@@ -1,4 +1,4 @@
-"""Compute exactly what a given max_length would cut. Only lengths are needed, not log-probs.
+"""Count the tokens that a given max_length would cut, and the examples that it would cut or drop. No log-probs are needed.
 
 The counts must agree with the windows that `reflogp.store.windows` computes for TRL's max_length and truncation_mode.
 """
@@ -97,9 +97,9 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effect of each max_length in MAX_LENGTHS and of `asked`, in ascending order.
+    """Return the effects of `asked` (unless None) and of the values in MAX_LENGTHS, in ascending order of max_length.
 
-    The list stops at the first max_length that cuts nothing and is not below `asked`.
+    The list ends with the first max_length that cuts nothing and is not below `asked`.
     """
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):

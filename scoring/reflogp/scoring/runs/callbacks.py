@@ -31,7 +31,7 @@ class ProgressCallbacks:
         """Report a row that cannot be used or scored; `problem` is the reason."""
 
     def note(self, row: int, remark: str) -> None:
-        """Report a remark about a row that can be used, such as that its prompt is empty."""
+        """Report a remark about a usable row, such as "the prompt is empty"."""
 
     def committed(self, snapshot: int) -> None:
         """Report a commit; `snapshot` is the number of the new snapshot."""
@@ -78,7 +78,7 @@ class ProgressBar(ProgressCallbacks):
 
 @contextmanager
 def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
-    """Show a progress bar while the block runs.
+    """Show a progress bar while the `with` block runs.
 
     Args:
         label: the text in front of the bar, such as "scoring".

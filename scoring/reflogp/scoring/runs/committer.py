@@ -41,7 +41,7 @@ class Committer:
         """Append values to the table and return the number of the snapshot that contains them.
 
         Args:
-            keys: binary array of the sequences' keys, which are computed before truncation.
+            keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
             sequences: the sequences as they were scored; their completions may be truncated.
             completion_lens: array of the lengths of the whole completions, in tokens.
             logps: token_logps of each sequence, float32.

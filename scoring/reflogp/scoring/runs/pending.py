@@ -14,10 +14,11 @@ class Miss:
     """A sequence that the store lacks, and the rows that need it.
 
     Attributes:
-        key: key of the sequence, computed before truncation.
+        key: key of the sequence, computed before keep_start truncates its completion.
         sequence: the sequence as it is scored; its completion may be truncated.
-        completion_len: number of tokens in the whole completion.
-        rows: row numbers of the rows that need the sequence. Rows may be added until the outcome of the miss is reported.
+        completion_len: number of tokens in the completion before keep_start truncates it.
+        rows: row numbers of the rows that need the sequence. Rows may be added until the miss is reported as
+            failed or committed.
     """
 
     key: bytes
@@ -46,8 +47,8 @@ class Work:
     Attributes:
         seconds: number of seconds during which at least one engine was computing.
         operations: operation counts of the scored sequences.
-        peak: rate at which all devices together multiply matrices, in operations per second; None if nothing was computed or an
-            engine cannot measure its rate.
+        peak: measured peak matrix-multiplication rate of all devices together, in operations per second; None if nothing was
+            computed or the rate of an engine's device cannot be measured.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that were computing at the same time.
     """
@@ -66,7 +67,7 @@ class Scorer(Protocol):
     def batch(self) -> int:
         """Number of misses to collect before calling `score`.
 
-        While `is_starved` returns True, `score` may be called with fewer misses.
+        `score` may be called with fewer misses, for example while `is_starved` returns True.
         """
 
     def open(self, table: LogprobTable) -> None:
@@ -79,8 +80,8 @@ class Scorer(Protocol):
         """Queue misses, and return when there is room for more. Later calls report the outcomes that are not known yet.
 
         Args:
-            misses: misses to score. Until the outcome of a miss is reported, another miss with the same key may be passed only
-                if it contains more tokens of the completion.
+            misses: misses to score. Until a miss is reported as failed or committed, a second miss with the same key may be
+                passed only if it contains more tokens of the completion than the first.
             to_come: estimated number of sequences that the run has not read yet.
             callbacks: callbacks for outcomes; they are called during this call, in this thread.
 
@@ -91,17 +92,14 @@ class Scorer(Protocol):
     def tell(self, callbacks: OutcomeCallbacks) -> None:
         """Report the outcomes that are known now, without waiting for others.
 
-        This method is called while there are no misses to score, and raises the same errors as `score`.
+        This method is called several times a second while the run waits for rows. Raises the same errors as `score`.
         """
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
         """Wait until the outcomes of all misses are reported. Raises the same errors as `score`."""
 
     def stop(self) -> None:
-        """Stop scoring, and return when the values that are already computed are committed.
-
-        No further outcomes are reported.
-        """
+        """Stop scoring, and commit the values that are already computed. No further outcomes are reported."""
 
     def work(self) -> Work:
         """Return the time and operations that scoring took."""

@@ -74,7 +74,7 @@ Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
-    """Computes values in one thread and commits them in another, until `finish` or `stop` is called.
+    """Computes values in one thread and commits them in another. To end the threads, call `finish` or `stop`.
 
     Args:
         engine: the engine; its `flow` runs in one thread of the pipeline.
@@ -135,7 +135,7 @@ class ScoringPipeline:
         self._groups.close()
 
     def stop(self) -> None:
-        """Start no further pass, and return when the values that are already computed are committed.
+        """Start no further pass, commit the values that are already computed, and return.
 
         This method waits at most 20 seconds for the current pass, because a vLLM pass may take minutes.
         """

@@ -23,8 +23,7 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of items that wait in the queue. While the queue is full, the thread already produces the next
-            item.
+        depth: maximum number of finished items that wait for the consumer, in addition to the one that the thread produces.
         name: name of the thread.
     """
 
@@ -45,7 +44,7 @@ class Prefetch(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If an item cannot be produced, raise the error after all earlier items have been yielded.
+        """Yield the items. If the iterable raises an error, raise it after all earlier items have been yielded.
 
         Args:
             meanwhile: function that is called several times a second while the next item is not ready.

@@ -48,11 +48,11 @@ class ScoreSummary:
     Attributes:
         rows: number of rows that were read.
         bad_rows: number of rows that have no values because they cannot be read, tokenized or scored.
-        bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
+        bad_row_numbers: row numbers (counted from 0) of the first hundred bad rows.
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
         empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
             value, as in TRL's loss.
-        sequences: number of sequences in usable rows.
+        sequences: number of sequences in the rows that were tokenized and not dropped, without those whose completion is empty.
         hits: number of sequences whose log-probs were in the store before the run.
         duplicates: number of sequences that occurred earlier in the same run.
         scored: number of sequences whose log-probs were computed.
@@ -69,7 +69,8 @@ class ScoreSummary:
             count operations.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
         reference_id: id of the reference that computed the values, 32 hex digits.
-        snapshot: number of the first snapshot that contains all values.
+        snapshot: number of a snapshot that contains all values: that of the run's last commit, or the newest at the run's
+            start if nothing was committed.
         store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
     """
@@ -100,7 +101,7 @@ class ScoreSummary:
         return short_repr("ScoreSummary", *self.lines(), f"{counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
 
     def lines(self) -> list[str]:
-        """Describe the run in a few lines of text: counts, rates if anything was computed, and the store's snapshot."""
+        """Describe the run in two or three lines of text: counts, rates if anything was scored, reference and snapshot."""
         counts = (
             f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}"
             + f", {self.scored:,} scored"
@@ -111,7 +112,7 @@ class ScoreSummary:
         used = self.model_flops_utilization
         rates = (
             f"{self.tokens:,} tokens in {self.scoring_seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
-            + (f", {100 * used:.0f}% of the device's peak matrix product rate" if used else "")
+            + (f", {100 * used:.0f}% of the peak matrix-multiplication rate" if used else "")
             + (f", sharing gain {self.sharing_gain:.1f}×" if self.sharing_gain else "")
             + (f", {self.workers} workers" if self.workers > 1 else "")
         )
@@ -199,8 +200,8 @@ class _Window:
         problems: row number -> the reason why the row cannot be used.
         rows: row numbers of the tokenized rows, an int64 array.
         bare: bool array, True for each tokenized row that has no prompt.
-        looked_up: for each completion column, its sequences (truncated as for scoring), their keys, and the values that the
-            store has for these keys.
+        looked_up: for each completion column, the sequences to look up (see Windows), their keys, and the values that the store
+            had for these keys.
         images: the images of each tokenized row; empty for text-only rows.
     """
 
@@ -215,7 +216,7 @@ class _Window:
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
-    """Yield the windows of a dataset, each with the values that a snapshot has for its rows.
+    """Yield the windows of a dataset, each with the values that the snapshot `before` has for the window's rows.
 
     This generator runs in its own thread.
     """
@@ -273,7 +274,11 @@ class _Run:
         self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, reason)
 
     def take(self, window: _Window) -> None:
-        """Count the rows of a window, and collect its misses. Pass misses to the scorer when enough have been collected."""
+        """Count the rows of a window and collect its misses.
+
+        Pass the collected misses to the scorer if there are enough of them, if their images take much memory, or if the scorer
+        is starved.
+        """
         if not self._rows:
             self._rows, self._sides = window.rows_in_all, max(1, window.sides)
             if self._watcher:
@@ -382,7 +387,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """If the scorer has reported commits, read a new snapshot, and forget the misses whose values it contains."""
+        """If the scorer has committed values, read a new snapshot, and forget the misses whose values are in the snapshot."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -410,7 +415,7 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return each row's images in the form that engines accept, or an empty list for text-only rows."""
+    """Return each row's images as engines accept them, None for a row without images; for a text-only dataset, return []."""
     vision = rows.vision
     if vision is None:
         return []

@@ -13,7 +13,7 @@ __all__ = ["Logps", "Outcome", "Sequence", "TorchEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import TorchEngine only when it is first used, because this also imports torch and transformers."""
+    """Import TorchEngine only when it is first used, because its module imports torch and transformers."""
     if name == "TorchEngine":
         from reflogp.scoring.torch_engine.engine import TorchEngine
 

@@ -67,7 +67,7 @@ class PackLayout:
         both_ways: True if the tokens of an image attend to each other in both directions.
 
     Attributes:
-        token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
+        token_ids, positions: the id of each token of the pack, and its position in its own sequence, int64 (tokens,).
         parents: indices of the tokens whose hidden states predict a token, int64 (predictions,).
         targets: ids of the predicted tokens, int64 (predictions,).
         spans: for each branch, the index of its first token, the index after its last token, and the number of keys that it
@@ -162,10 +162,11 @@ class PackLayout:
     def block_mask(self, window: int | None) -> Any:
         """Return FlexAttention's mask for the pack.
 
-        The tokens of a pack are in depth-first order of the tree of shared prefixes. Therefore, query q attends to key k
-        exactly when k <= q < end[k], where end[k] is the index after the last branch whose path contains token k. If the tokens
-        of an image attend to each other in both directions, the condition k <= q becomes k < reach[q], where reach[q] is the
-        index after the last token of the query's image, or q + 1 if the query is a text token.
+        The tokens of a pack are in depth-first order of the tree of shared prefixes. Therefore, without a sliding window, query
+        q attends to key k exactly when k <= q < end[k], where end[k] is the index after the last token of the last branch whose
+        path contains token k. If the tokens of an image attend to each other in both directions, the condition k <= q becomes
+        k < reach[q], where reach[q] is the index after the last token of the query's image, or q + 1 if the query is a text
+        token.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -217,7 +218,7 @@ _current = threading.local()
 
 @contextmanager
 def packed(layout: PackLayout) -> Iterator[None]:
-    """Set the layout that packed attention uses in this thread while the block runs."""
+    """Set the layout that packed attention uses in this thread while the `with` block runs."""
     _current.layout = layout
     try:
         yield
@@ -315,12 +316,12 @@ def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLa
 
 
 def kernel_names(device_type: str) -> list[str]:
-    """Return the names of all kernels for "cuda" or "cpu" devices, fastest first, whether or not they are installed."""
+    """Return the names of all kernels for a device type ("cuda" or "cpu"), fastest first, including those not installed."""
     return [kernel.__name__ for kernel in (*(kernel for kernel, _, _ in _kernels_of(device_type)), by_branch)]
 
 
 def installed_kernels(device_type: str = "cuda") -> list[str]:
-    """Return the names of the kernels that `choose_kernel` can return for a "cuda" or "cpu" device, fastest first."""
+    """Return the names of the installed kernels for a device type ("cuda" or "cpu"), fastest first."""
     installed = [kernel for kernel, is_installed, _ in _kernels_of(device_type) if is_installed()]
     return [kernel.__name__ for kernel in (*installed, by_branch)]
 
@@ -369,7 +370,7 @@ def _scores_by_hand(
 ) -> torch.Tensor:
     """Compute attention with a soft cap or sinks directly from its formula, softmax(cap(q·k)) v.
 
-    The computation is in float32, one block of queries at a time. The result has the dtype of the queries.
+    Compute in float32, one block of queries at a time, and convert the result to the dtype of the queries.
     """
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
@@ -399,8 +400,8 @@ def _scores_by_hand(
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """Call torch.nn.attention.varlen's kernel; its causal mask aligns the last query of each branch with the branch's last key.
 
-    Versions of torch after 2.11 require the argument `enable_gqa` for grouped heads. Version 2.11 does not have this argument
-    and accepts grouped heads without it.
+    Versions of torch after 2.11 require `enable_gqa=True` for grouped-query attention. Version 2.11 supports grouped-query
+    attention, but does not have this argument.
     """
     attend = _torch_varlen()
     assert attend is not None
@@ -430,7 +431,7 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return a query's window: how many keys before and after its own key it attends to (-1 means all)."""
+    """Return how many keys before and after its own key each query attends to; -1 means all."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
@@ -445,7 +446,7 @@ def _by_varlen(
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
         raise UnsupportedAttentionError(
-            f"the installed version of this kernel does not accept the argument {', '.join(lacking)}"
+            f"the installed version of this kernel does not accept these arguments: {', '.join(lacking)}"
         )
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
@@ -494,11 +495,11 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the key blocks that each query block reads, in FlexAttention's format.
+    """Return the key blocks that each query block reads, in FlexAttention's format.
 
-    The first tensor, shape (1, 1, n), contains, for each query block, the number of key blocks that it reads. The second tensor
-    has the shape (1, 1, n, n). Each row belongs to a query block and begins with the indices of the key blocks that this query
-    block reads.
+    The first tensor, shape (1, 1, query blocks), contains the number of key blocks that each query block reads. The second
+    tensor has the shape (1, 1, query blocks, key blocks): the row of a query block begins with the indices of the key blocks
+    that it reads, and the rest of the row is ignored.
     """
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
@@ -607,7 +608,7 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """Compile a function so that it accepts tensors of any size.
 
-    Tensors with a dimension of size 1 still get a separate compiled version.
+    torch still compiles a separate version for tensors with a dimension of size 1.
 
     Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
     a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would be passed as a CPU

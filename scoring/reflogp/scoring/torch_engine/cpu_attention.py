@@ -46,7 +46,7 @@ def problem(size: int, value_size: int) -> str | None:
         difference = _difference_from_torch(size, value_size)
     except RuntimeError as error:  # oneDNN may be configured not to use all of the CPU's instructions
         return f"the kernel does not run: {str(error).splitlines()[0]}"
-    return None if difference <= _TOLERANCE else f"the kernel's values differ from those of torch's kernel by {difference:.2g}"
+    return None if difference <= _TOLERANCE else f"the kernel's outputs differ from torch's by {difference:.2g} (RMS)"
 
 
 def attend(
@@ -68,7 +68,7 @@ def attend(
             number of keys on the branch's path before that first token.
         paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
         scale: factor applied to the attention scores.
-        window: number of keys that a query attends to, including its own; None for all keys.
+        window: maximum number of keys that a query attends to, including its own key; None for no limit.
 
     Returns:
         The attention output, bfloat16 (tokens, heads, value size).
@@ -86,7 +86,7 @@ def _loading_problem() -> str | None:
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
     if compiler is None:
-        return "no C++ compiler (g++) was found to build the kernel"
+        return "the kernel cannot be built without a C++ compiler: install g++"
     try:
         library = _built(compiler)
         if not hasattr(torch.ops.reflogp, "attend"):  # registering the kernel twice would abort the process

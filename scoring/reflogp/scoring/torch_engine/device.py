@@ -44,9 +44,10 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A marker in a device's stream. It has passed when the device has finished all work that was launched before the marker.
+    """A point in a device's current stream.
 
-    On a CPU, a mark has passed as soon as it is created.
+    A mark has passed when the device has finished all work that was launched in this stream before the mark was created. On a
+    CPU, a mark has passed as soon as it is created.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 The engine chooses the size of each forward pass and recovers when memory runs out. While the device computes a pass, the engine
 prepares the next pass and copies the results of the previous one. The engine's input consists of token ids and images; the
-engine does not use text, keys or stores.
+engine does not use texts, the keys of rows, or stores.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class TorchEngine:
     `self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint from `read_checkpoint`, with safetensors weights. To use a certain revision
-            of a model from the hub, pass `resolve_model(model, revision)`. A model that is already in memory (`load.in_memory`)
-            works too: it keeps its dtype and device, and the arguments `dtype` and `device` are ignored.
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`. The weights must be in safetensors files. To use a
+            certain revision of a model from the hub, pass `resolve_model(model, revision)`. A model that is already in memory
+            (`load.in_memory`) works too: it keeps its dtype and device, and the arguments `dtype` and `device` are ignored.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast" use float32 weights under torch.autocast, like accelerate's mixed precision.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
@@ -73,12 +73,13 @@ class TorchEngine:
         pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
             the engine, so that this work need not wait for a long pass.
         self_check: result of the self-check that ran when the model was loaded.
-        image_check: result of the check on the first sequences with images; None until that check has run.
+        image_check: whether the first sequences with images had the same values when packed, and how sequences with images are
+            therefore scored; None until these first sequences have been checked.
 
     Raises:
         UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
         OutOfMemoryError: the model does not fit in the device's memory.
-        EngineError: the model cannot be loaded.
+        EngineError: an argument is invalid, or the model cannot be loaded for another reason.
 
     Examples:
         >>> from reflogp.scoring import Sequence, TorchEngine
@@ -109,7 +110,7 @@ class TorchEngine:
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
-            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use 'float32', or omit it to use the model's {own_head}")
+            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use 'float32', or omit it for the model's dtype, {own_head}")
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
@@ -152,7 +153,7 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return a dictionary that maps the index of each sequence that cannot be scored to the reason."""
+        """Find the sequences that cannot be scored; return a dictionary from their indices to the reasons."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -278,8 +279,9 @@ class TorchEngine:
     def _agrees_on_images(self, unit: Unit) -> bool:
         """Return True if sequences with images may be packed, because packing does not change their values.
 
-        This is checked once, on the first sequences with images. If memory runs out during the check, it stays undone, and True
-        is returned: `_launch` then treats the pass as one that does not fit, and the next pass with images is checked.
+        This is checked once, on the first sequences with images. If memory runs out during the check, `image_check` stays None
+        and True is returned: `_launch` then treats the pass as one that does not fit, and the check is repeated with the next
+        pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -390,9 +392,9 @@ class TorchEngine:
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Divide the sequences into passes within the current token budget, and yield the passes.
 
-        A sequence that is longer than the budget, or longer than the model's `rope_limit`, is the only one in its pass, and
-        sequences with an attention mask are scored in padded batches. Sequences with images are not mixed with text-only
-        sequences in a pass, and all images of a pass use the same processor.
+        A sequence that is longer than the budget, or longer than the model's `rope_limit`, is scored alone. Sequences with an
+        attention mask are scored in padded batches. Sequences with images are not mixed with text-only sequences in a pass, and
+        all images of a pass have the same processor settings.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []

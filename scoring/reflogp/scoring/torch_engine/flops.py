@@ -1,8 +1,8 @@
 """Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
 Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the number of useful operations per second divided by
-the device's peak rate. Operations are useful if a value depends on them. Here the peak rate is measured with a large matrix
-product, not taken from a data sheet.
+the device's peak rate. Operations are useful if a log-prob depends on them. Here the peak rate is measured with large matrix
+products, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class ForwardFlops:
     """Counts the operations of a model's forward passes; each multiply-add counts as two operations.
 
     Each weight matrix of the decoder is counted once per token (an expert's weights only for the expert's share of the tokens).
-    Attention is counted once per query-key pair, and the output embedding once per predicted token. For layers with other types
-    of attention (linear, sparse), only the weights are counted, so the result is never too high.
+    Attention is counted once per query-key pair, and the output embedding once per predicted token. For layers whose attention
+    is neither full, windowed nor chunked (for example linear or sparse), only the weights are counted, so the result is never
+    too high.
     """
 
     def __init__(self, model: Any) -> None:
@@ -75,7 +76,7 @@ class ForwardFlops:
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the number of operations for paths of these lengths, not counting the first `before` tokens of each path."""
+        """Return the number of operations for paths of these lengths whose first `before` tokens have already been computed."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
@@ -83,7 +84,7 @@ class ForwardFlops:
 def expert_count(config: Any) -> int | None:
     """Return the number of experts in each mixture-of-experts layer; None for a dense model.
 
-    The name of the field that stores this number differs between model families.
+    Different model families store this number in config fields with different names.
     """
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = (config, getattr(config, "ffn_config", None))
@@ -91,7 +92,7 @@ def expert_count(config: Any) -> int | None:
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    """Return how many weights of the text decoder are used for each token, not counting towers for images or audio."""
+    """Return how many weights in the text decoder's matrices are used for each token; embedding tables are not counted."""
     experts = expert_count(config)
     chosen = (
         getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
@@ -107,7 +108,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return (number of layers, function from number of tokens to number of query-key pairs) for each layer type."""
+    """Return, for each layer type, the number of layers and a function that maps sequence lengths to query-key pair counts."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -150,7 +151,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Multiply two random matrices several times, as a linear layer does; return the time of the fastest product in seconds."""
+    """Compute the product of two random matrices several times with F.linear; return the shortest time in seconds."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     took: list[float] = []

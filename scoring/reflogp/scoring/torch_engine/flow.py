@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Unit:
-    """A forward pass to run: its input, and the indices of each sequence's values in its output.
+    """A forward pass to run: the input of the pass, and the indices of each sequence's values in the output of the pass.
 
     Attributes:
         work: the input, which is a pack or the sequences of a padded batch.
@@ -54,7 +54,10 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the pass; return (index, token_logps) per sequence, or (index, error message) if a value is not finite."""
+        """Wait for the pass, and return (index, token_logps) for each sequence.
+
+        If any of a sequence's values is not finite, an error message takes the place of its token_logps.
+        """
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -75,8 +78,8 @@ class Prepared:
     """A context manager that prepares each unit (a forward pass) in the background while the device computes the previous one.
 
     Args:
-        units: the units to prepare. A background thread iterates over the units, one at a time. When there is nothing to
-            prepare yet, the iterable must yield None instead of blocking.
+        units: iterable that prepares each unit when it is requested. A background thread requests one unit in advance. When
+            there is nothing to prepare yet, the iterable must yield None instead of blocking.
     """
 
     def __init__(self, units: Iterable[Unit | None]) -> None:

@@ -1,9 +1,9 @@
 """Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
 The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
-compilation, each of these operations would read and write whole activations several times. On a CPU, all of them together would
-then take half as much time as the matrix products. Only one of a model's decoder layers is compiled, and all of them run the
-compiled code ("regional compilation").
+compilation, each of these operations would read and write whole activations several times. On a CPU, these operations together
+would then take half as much time as the matrix products. Only one of a model's decoder layers is compiled, and all layers run
+the compiled code ("regional compilation").
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def uncompile_layers(model: Any) -> None:
 
 @cache
 def compiled_log_sum_exp() -> Any:
-    """Return a compiled version of `head.log_sum_exp`, which reads the logits once instead of five times."""
+    """Return a compiled version of `head.log_sum_exp` that reads the logits only once; the original reads them five times."""
 
     def whole(product: torch.Tensor, logits: Any, scale: float) -> torch.Tensor:
         return torch.logsumexp(logits(product.float()) * scale, 1)

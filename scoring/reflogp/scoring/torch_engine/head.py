@@ -50,11 +50,11 @@ class Head:
     If the head consists of a matrix product, optionally with a scale and a soft cap, this class computes the product itself,
     and computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest
     single source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
-    forward is called with the given hidden states, so no architecture-specific code is needed.
+    forward computes the logits from the hidden states, so no architecture-specific code is needed.
 
-    Under autocast, the target token's logit is rounded too, because the log-probs are compared with those of a training run
-    that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's dtype, and the
-    log-sum-exp over the logits in float32.)
+    Under autocast, the target token's logit is rounded like all other logits, because the log-probs are compared with those of
+    a training run that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's
+    dtype, and the log-sum-exp over the logits in float32.)
 
     Args:
         model: a causal language model.
@@ -130,8 +130,8 @@ class Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-sum-exp of all logits and the target's logit for each position, both float32 (n,).
 
-        The target's logit is computed from the rounded product. The outer loop iterates over blocks of the vocabulary, so that
-        each block of weights is cast to the product's dtype at most once.
+        The target's logit comes from the same matrix product as all other logits, so it is rounded to the product's dtype. The
+        outer loop iterates over blocks of the vocabulary, so that each block of weights is cast to this dtype at most once.
         """
         assert self.logits is not None
         # Mamba keeps its residual stream in float32, so its hidden states are float32 too.
@@ -244,7 +244,7 @@ def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Te
 
 
 class _Answer(torch.nn.Module):
-    """Replaces a backbone: its forward returns the given hidden states, and its other attributes are those of the backbone."""
+    """Stands in for a backbone: `forward` returns the given hidden states; all other attributes are read from the backbone."""
 
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()

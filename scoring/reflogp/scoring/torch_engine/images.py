@@ -1,9 +1,9 @@
 """Build a vision-language model's inputs: pixels for a padded batch, or the text decoder's inputs for a pack.
 
-For a pack, the vision tower runs once for each distinct image. The image features are read from the arguments that the model
-passes to its text decoder. They include the features that some decoders add after their first layers (DeepStack,
-arxiv.org/abs/2406.04334). Some models (Qwen-VL) use position ids with several components (time, height, width); the model's own
-function computes these ids for each sequence.
+For a pack, the vision tower runs once for each distinct image. The image features, including those that some decoders add after
+their first layers (DeepStack, arxiv.org/abs/2406.04334), are read from the arguments that the model passes to its text decoder.
+Some models (Qwen-VL) use position ids with several components (time, height, width); the model's own function computes these
+ids for each sequence.
 
 Before sequences with images are packed, `layout_of` checks the first of them, to ensure that packing changes neither the
 tokens' positions nor which tokens attend to each other.
@@ -78,7 +78,7 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return an array of shape (n,) with 1 for image tokens and 0 for all other tokens, like a processor's token types.
+    """Return token types as a processor does: an array with the shape of `ids`, 1 for image tokens and 0 for all other tokens.
 
     `ids` are the token ids that the model gets (see `Sequence.model_ids`).
     """
@@ -139,7 +139,7 @@ class ImageFeatures:
     """Builds the decoder's inputs for packs with images.
 
     The vision tower runs once for each distinct image of a pack. If an image's features depend on the prompt's other images,
-    the images of a prompt are processed together, once for all prompts of the pack that have the same images.
+    all images of a prompt are processed together; prompts of the pack that have the same images share the result.
 
     The most recently used features are kept for later packs, up to a memory limit. If an image's features are larger than the
     limit, the image is decoded and processed again for each pack that contains it.
@@ -173,7 +173,8 @@ class ImageFeatures:
     def close(self) -> None:
         """Release all features and the model.
 
-        Without this call, they would stay in memory as long as a stream that was stopped early still refers to this object.
+        Without this call, they would stay in memory as long as a generator from `TorchEngine.flow` that was stopped early
+        still refers to this object.
         """
         self.clear()
         self._model = None
@@ -296,7 +297,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
-        return False, f"the model's decoder also takes {', '.join(others)}, which a pack cannot provide"
+        return False, f"the model's decoder takes inputs that a pack cannot provide: {', '.join(others)}"
     own = given.get("position_ids")
     if own is None:
         own = torch.arange(len(sequence))[None]
@@ -313,7 +314,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
     """Return True if each token attends to the same tokens under `masks` as in a pack.
 
-    `masks` is None (which means a causal mask), a tensor, or a dictionary from the type of a layer to its mask.
+    `masks` is None (a causal mask), a tensor, or a dictionary that maps each layer type to its mask.
     """
     kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
     reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]

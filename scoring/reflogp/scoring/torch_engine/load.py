@@ -53,12 +53,12 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """The name of the model's dtype, spelled as in a reference, such as "bfloat16" or "bfloat16-autocast"."""
+        """The name of the dtype that the model computes in, such as "bfloat16-autocast" (see `reflogp.store.reference`)."""
         name = str(self.product_dtype).removeprefix("torch.")
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context manager that turns autocast on, as accelerate does, or off if the model does not use it."""
+        """Return a context manager that turns autocast on if the model uses it, as accelerate does, and off otherwise."""
         return autocasting(self.device, self.autocast)
 
 
@@ -152,8 +152,8 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys") or ())
     if absent:
         raise EngineError(
-            f"{checkpoint.folder}: weights are missing from the files or have another shape "
-            f"({', '.join(absent[:3])}; {len(absent)} in total); transformers would initialize them randomly"
+            f"{checkpoint.folder}: weights are missing from the files or do not have the shape that config.json specifies "
+            f"({', '.join(absent[:3])}; {len(absent)} in total): use the config that was saved with the weights"
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)
@@ -237,7 +237,7 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Yield all tensors of a checkpoint's files by name. The tensors can be read only while the block runs."""
+    """Yield a dictionary of all tensors in a checkpoint's files, by name. The tensors can be read only while the block runs."""
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
@@ -279,7 +279,7 @@ def _rope_limit(config: Any) -> int | None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
-    """Return (class that builds the model, number of parameters); tied parameters are counted once.
+    """Return (the model's class, its number of parameters); tied parameters are counted once.
 
     Vision-language models can be used to score text too, but transformers does not list them as causal language models. They
     are therefore loaded as image-text-to-text models.

@@ -1,6 +1,6 @@
 """Estimate how much device memory a model needs, and recognize out-of-memory errors.
 
-The headers of a checkpoint's files show whether the model fits on the device before any weight is read. The token budget (the
+Before any weight is read, the headers of a checkpoint's files show whether the model fits on the device. The token budget (the
 number of tokens that fit into a forward pass) can only be estimated, so the engine halves it when memory runs out.
 Out-of-memory errors from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
 """
@@ -73,9 +73,8 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes this process can still allocate on a device.
 
-    For a CPU, this is the free memory of the machine or container.
-
-    Memory of the page cache counts as free, and so does CUDA memory that torch has reserved but does not use.
+    For a CPU, this is the free memory of the machine or container, including the page cache. For a GPU, this includes memory
+    that torch has reserved but does not use.
     """
     if device.type != "cuda":
         return free_memory()
@@ -139,7 +138,7 @@ def require_room(
 def needed_bytes(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
 ) -> tuple[int, int]:
-    """Return (bytes of the weights on the device, additional bytes for loading or the smallest pass, whichever needs more).
+    """Return (bytes of the weights on the device, additional bytes for loading or for the smallest pass, whichever is larger).
 
     The arguments are the same as for `require_room`.
     """
@@ -178,7 +177,10 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return command-line options that split the model across as few GPUs of this type as possible; None if it cannot fit."""
+    """Return command-line options that split the model across as few GPUs as possible; None if splitting does not help.
+
+    The GPUs are assumed to be of the same type as `device`.
+    """
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
@@ -186,7 +188,7 @@ def _spread(
     while count <= _MOST_GPUS and heads % count == 0:
         if weights / count + pass_bytes <= _VLLM_SHARE * free:
             there = torch.cuda.device_count()
-            wanting = "" if there >= count else f" on a machine with {count} such GPUs (here: {there})"
+            wanting = "" if there >= count else f" on a machine with {count} such GPUs (this machine has {there})"
             return (
                 "--engine vllm --tensor-parallel "
                 + str(count)

@@ -60,7 +60,8 @@ class Pack:
         branches: the branches, in the order of their tokens in the pack; each token belongs to exactly one branch.
         predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
         parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
-        members: for each sequence, its index, and the indices that its completion tokens have in `predicted`.
+        members: for each sequence, its index in the list that was packed, and, for each of its completion tokens, an index
+            into `predicted`.
     """
 
     token_ids: Int64s
@@ -78,7 +79,7 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
     """Pack sequences; yield first the packs that contain the largest groups of sequences with shared prefixes.
 
     Args:
-        sequences: any number of sequences. For a large dataset, call this function for one window of sequences at a time.
+        sequences: any number of sequences. For a large dataset, call this function with a few thousand at a time.
         token_budget: maximum number of tokens in a pack. A sequence that is longer than this is the only one in its pack.
         min_shared: minimum length, in tokens, of a shared prefix that is computed only once; shorter prefixes are computed
             again for each sequence.

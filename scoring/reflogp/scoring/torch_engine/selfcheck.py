@@ -44,9 +44,10 @@ class SelfCheck:
         difference: root mean square difference between the log-probs of that path and those of separate, unpadded forward
             passes of the same sequences, in nats per token.
         tolerance: largest allowed `difference`, in nats per token.
-        rejected: dict from the name of each unused path or attention kernel to the reason why it is not used; the name
-            "compiled" stands for compiled layers.
-        kernels: names of the attention kernels that the check used; every pack uses the same kernels.
+        rejected: dict from the name of each rejected path or attention kernel to the reason; the name "compiled" stands for
+            compiled layers.
+        kernels: names of the attention kernels that `path` uses. If `path` is not "packed", this is the name of the model's own
+            attention implementation.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
             values, or were refused by the caller.
@@ -66,7 +67,7 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class ImageCheck:
-    """The result of checking, with the first sequences with images, whether packing changes their values.
+    """The result of the check that scores the first sequences with images to find out whether packing changes their values.
 
     Attributes:
         path: how sequences with images are scored: "packed" or "padded".
@@ -96,9 +97,9 @@ def check_images(
 
     The sequences are scored both packed and one at a time.
 
-    Sequences with images are packed only if the model gives its decoder the same positions and the same mask as a pack does,
-    and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not enough:
-    in bfloat16, values of a few tokens may agree by chance.
+    Sequences with images are packed only if the positions and the mask that the model passes to its decoder are the same as in
+    a pack, and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not
+    enough: in bfloat16, values of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
@@ -239,7 +240,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             found = ("packed", difference)
         else:
             rejected["compiled"] = problem
-            warnings.warn(f"{type(model).__name__} runs without compiled layers, which is slower: {problem}", stacklevel=2)
+            warnings.warn(f"{type(model).__name__} runs without compiled layers, so scoring is slower: {problem}", stacklevel=2)
     return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled, tuple(refused))
 
 
@@ -285,7 +286,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return three sequences that share a prompt and one unrelated sequence, shortened if the model has too few positions."""
+    """Return four sequences, three of which have the same prompt; shorten them if the model has too few positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -299,7 +300,7 @@ def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
 
 @torch.inference_mode()
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Return a sequence's log-probs from the model's own forward, without padding, with its own attention and head."""
+    """Compute a sequence's log-probs without padding, with the model's own forward method, attention and head."""
     ids = torch.from_numpy(sequence.ids()).to(device)
     logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
     start = len(sequence.prompt_ids)
@@ -312,8 +313,7 @@ def _windowed_layers(config: Any) -> int:
     The self-check compares this number with the number of layers that pass a window to packed attention. Some layers have their
     window only in the mask. Packed attention does not use this mask, so these layers would lose their window. Comparing values
     would not reveal the lost window, because the sequences of the self-check are shorter than most windows. Models with chunked
-    attention (Llama 4) always fail the comparison of the two numbers, because their layers do not pass a chunk size. They are
-    therefore never packed.
+    attention (Llama 4) are never packed: the two numbers always differ, because their chunked layers pass no window.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -352,8 +352,8 @@ def _packed(
         raise ValueError(f"only {layout.layers_seen} of {layers} layers use transformers' attention interface")
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
         raise ValueError(
-            f"{windows} layers use sliding-window or chunked attention, "
-            f"but {layout.windows_seen} pass a window to the attention function"
+            f"the number of layers that use sliding-window or chunked attention is {windows}, "
+            f"but the number that pass a window to the attention function is {layout.windows_seen}"
         )
     values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}

@@ -133,7 +133,10 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
     if not len(sequence.completion_ids):
         return "the completion is empty"
     if max_positions is not None and len(sequence) > max_positions:
-        return f"the sequence has {len(sequence)} tokens, but the model has {max_positions} positions; set a max_length"
+        return (
+            f"the sequence has {len(sequence)} tokens, but the model has {max_positions} positions; "
+            f"set max_length to at most {max_positions}"
+        )
     if sequence.attention_mask is not None and (problem := _problem_of_mask(sequence)):
         return problem
     ids = sequence.ids()
@@ -144,7 +147,7 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
         ids = ids[~is_image]
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.min() if ids.min() < 0 else ids.max())
-        return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
+        return f"token id {bad} is outside the model's vocabulary of {vocab_size} tokens"
     return None
 
 
@@ -164,8 +167,8 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
 
     Args:
         count: number of sequences.
-        problems: dict from the index of each sequence that was not scored to the reason. Error messages among `outcomes` are
-            added to this dict.
+        problems: dict of index -> reason, for the sequences that were skipped. Error messages among `outcomes` are added to
+            this dict.
         outcomes: (index, outcome) for each of the other sequences, in any order.
 
     Raises:
@@ -189,16 +192,16 @@ def passes_over(
     before: Callable[[list[int]], None] | None,
     flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """Score a list of sequences with an engine's `flow`; yield each outcome with the sequence's index in the list.
+    """Score a list of sequences with an engine's `flow`; for each pass, yield a list of (index in `sequences`, outcome).
 
     Args:
         sequences: sequences that the engine can score.
         skip: indices of sequences to skip.
-        size: maximum number of sequences in a group.
+        size: maximum number of sequences in each group that `flow` gets.
         before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
             sequences.
-        flow: the engine's `flow`. It is called with the groups of sequences, and with a function or None. `flow` must call this
-            function before each pass, with a list of the indices of the pass's sequences.
+        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function or None. `flow` must call this
+            function before each pass, with a list of the indices of the pass's sequences, counted across all groups.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -213,10 +216,10 @@ class Operations:
 
     Attributes:
         plain: number of operations for scoring each sequence in a separate forward pass.
-        computed: number of operations in the passes that ran, with shared tokens counted once. Only operations that affect a
-            value are counted. Operations for padding, for masked pairs of tokens and for passes that ran out of memory are not
-            counted. The only exceptions are tokens of a padded batch that a sequence's attention mask hides. The device
-            therefore executed at least this many operations.
+        computed: number of operations in the passes that ran, with shared tokens counted once. Operations that do
+            not affect any value (for padding, for masked pairs of tokens) and passes that ran out of memory are not counted,
+            with one exception: tokens that a sequence's attention mask hides are counted. The device therefore executed at
+            least this many operations.
     """
 
     plain: float = 0.0

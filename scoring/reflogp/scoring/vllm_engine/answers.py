@@ -24,7 +24,7 @@ _ROUNDING = 1e-3
 
 
 class RequestImages(NamedTuple):
-    """The images of a request, in the order in which they appear.
+    """The images of a request, in the order in which they appear in the prompt.
 
     Attributes:
         digests: each image's `pixel_digest` (see reflogp.store.images).
@@ -43,7 +43,8 @@ class Request(NamedTuple):
     """A request to score a sequence.
 
     Attributes:
-        ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id.
+        ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id
+            (see reflogp.store.images).
         prompt_len: number of prompt tokens.
         reads_cache: whether vLLM may read its prefix cache for this sequence.
         images: the images of the prompt, or None.
@@ -65,7 +66,8 @@ class Answer(NamedTuple):
     """A response from vLLM.
 
     Attributes:
-        at: index of the request that this response belongs to.
+        at: index of the request in the list passed to `Transport.ask`. In the vLLM process and in an `answers_table`, it is
+            the request's number instead (see `requests_body`).
         values: log-probs of the completion, float32, or None if vLLM returned none.
         cached: number of tokens that vLLM read from its prefix cache.
         problem: why vLLM cannot score the sequence, or None.
@@ -101,7 +103,7 @@ def problem_of_answer(values: Any) -> str:
     """Return the error message for a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
-    return "vLLM returned no valid log-probs for the sequence, either with or without its prefix cache"
+    return "vLLM returned no valid log-probs for the sequence, even without the prefix cache; use --engine torch"
 
 
 #: Schema of requests. `ids` are the token ids of prompt and completion; the first `prompt_len` of them are the prompt. `images`

@@ -62,15 +62,18 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Length of the longest sequence, in tokens: one less than vLLM's limit, because vLLM samples one token."""
+        """Length, in tokens, of the longest sequence that vLLM can score.
+
+        This is one less than vLLM's limit, because the limit includes the token that vLLM samples.
+        """
         return int(self._about["max_model_len"]) - 1
 
     @property
     def token_budget(self) -> int:
         """Maximum number of tokens in a pass.
 
-        A pass of this size takes vLLM several steps. The maximum is lower if the cache would otherwise be too small for all
-        passes in flight.
+        This is as many tokens as vLLM computes in `_STEPS` steps, or fewer if `PASSES` passes of that size would not fit in the
+        cache.
         """
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
@@ -87,15 +90,15 @@ class VllmProcess:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "vLLM's image processor has other settings than the image processor that generated the image tokens"
+            return "vLLM's image processor has different settings from the image processor that generated the image tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (
-                f"reflogp resizes images with {ours} and vLLM resizes them with {theirs}, and the two round differently: "
-                "install torchvision in both environments or in neither"
+                f"reflogp resizes images with {ours} and vLLM resizes them with {theirs}, and the two round differently "
+                "(they would agree if torchvision were installed in both environments or in neither)"
             )
         if not images.independent:
-            return "vLLM processes each image separately, although an image's tokens depend on the other images of the prompt"
+            return "an image's token count depends on the prompt's other images, and vLLM processes each image separately"
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
@@ -139,7 +142,7 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """For each request that has no response yet, by request number: the queue that the response will be put into.
+    """Maps the number of each request that has no response yet to the queue that will receive the response.
 
     This object is shared by the thread that sends requests and the thread that reads responses.
     """

@@ -115,13 +115,14 @@ class Transport(Protocol):
         """Return a clause that says why vLLM cannot score a sequence with these images, or None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send all requests at once; yield responses as they arrive. Only requests with the same salt share a cache.
+        """Send all requests at once; yield responses as they arrive.
 
-        The errors below are raised while the caller iterates over the responses.
+        Only requests with the same salt can reuse each other's cached prefixes. If a request fails, the error is raised while
+        the caller iterates over the responses.
 
         Raises:
             VllmEndedError: vLLM exited before it had responded to all requests. It can be restarted.
-            EngineError: the remaining requests will get no response.
+            EngineError: a request failed and will not be retried, or the engine was closed.
         """
 
     def revive(self) -> bool:
@@ -146,13 +147,13 @@ class VllmEngine:
         reference: the reference whose values are computed.
 
     Attributes:
-        token_budget: number of tokens in a pass.
+        token_budget: maximum number of tokens in a pass.
         pass_seconds: has no effect with this engine, because vLLM interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: for a server, the entries of the provenance that say whether `server.check_claim` has compared the server's
-            log-probs with local ones. (reflogp cannot read a server's weights.) Empty if vLLM runs as a local process.
+        claim: entries to add to the provenance. For a server, whose weights reflogp cannot read, they say whether
+            `server.check_claim` has compared its log-probs with locally computed ones. Empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -190,7 +191,9 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass. Sequences with common prefixes are sent one after another.
+        """Yield a list of (index, outcome) for each pass.
+
+        Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
 
         `before` is called before each pass is sent, with the indices of the pass's sequences.
 
@@ -226,7 +229,7 @@ class VllmEngine:
         return Operations()
 
     def peak_flops_per_second(self) -> float | None:
-        """Return None, because the peak rate cannot be measured while vLLM uses the device."""
+        """Return None, because the device's peak rate cannot be measured while vLLM uses the device."""
         return None
 
     def provenance(self) -> dict[str, Any]:
@@ -239,7 +242,7 @@ class VllmEngine:
 
     def _problem(self, sequence: Sequence) -> str | None:
         if sequence.attention_mask is not None:
-            return "the sequence is a row of a padded batch, which vLLM cannot score; use --engine torch"
+            return "the sequence is a row of a padded batch, and vLLM cannot score such rows; use --engine torch"
         if sequence.images is not None:
             reason = self._transport.problem_of_images(sequence.images)
             if reason is not None:
@@ -289,7 +292,9 @@ class VllmEngine:
                 flying.clear()
                 deaths += 1
                 if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving makes vLLM end fewer times than this
-                    raise EngineError(f"vLLM exited {deaths} times without returning a value") from None
+                    raise EngineError(
+                        f"vLLM exited {deaths} times without returning a value; set REFLOGP_VLLM_LOG=1 to see its log"
+                    ) from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
                 if strikes < _STRIKES:
@@ -298,7 +303,8 @@ class VllmEngine:
                     line.extendleft(_Pass(part, salt) for part in reversed(parts))
                     suspects.update(lost)
                     continue
-                landed = [(lost[0], f"vLLM exited {_STRIKES} times while it was scoring this sequence alone")]
+                problem = f"vLLM exited {_STRIKES} times while it was scoring this sequence alone; use --engine torch"
+                landed = [(lost[0], problem)]
             else:
                 self.retries += flying.popleft().retries
                 deaths = 0

@@ -1,4 +1,4 @@
-"""Build vLLM's prompts for sequences with images from the caller's token ids and images. This code runs in vLLM's process.
+"""Convert sequences with images into vLLM's prompts without changing their token ids. This code runs in vLLM's process.
 
 By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. This module instead passes each
 image separately to vLLM's processor, and compares the generated tokens with the caller's token ids. If the tokens differ, the
@@ -43,9 +43,9 @@ class _Processed:
 
     Attributes:
         item: the processed image, as inputs for the model.
-        ids: token ids from the image's first token to its last, including text tokens between them, int64 (n,).
-        is_image: True for tokens that the model replaces with the image's features, bool (n,).
-        size: size of the inputs in bytes.
+        ids: token ids from the first to the last image token, including text tokens between them, int64 (n,).
+        is_image: for each token in `ids`, whether the model replaces it with the image's features, bool (n,).
+        size: size of the tensors in `item`, in bytes.
     """
 
     item: Any
@@ -81,7 +81,8 @@ class ImagePrompts:
     def prompt(self, request: Request, salt: str) -> Any:
         """Return vLLM's prompt for a sequence with images.
 
-        Raise ImageRefusedError if an image cannot be processed, or if vLLM's tokens for it differ from the sequence's.
+        Raise ImageRefusedError if an image cannot be processed, or if vLLM generates other tokens for it than those in the
+        sequence.
         """
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -106,9 +107,10 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of a two-colored test image, which is scored when vLLM starts.
+        """Return (digest, file, ids, image token) of a test image. When vLLM starts, it scores sequences with test images.
 
-        `ids` are the token ids of the image, with an image id for each image token.
+        `ids` are the token ids of the image, with an image id for each image token. `shade`, from 0 to 255, determines the
+        image's two colors.
         """
         import io
 
@@ -175,6 +177,6 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
             "vLLM's image processor produces other tokens for an image than the sequence contains "
-            f"({int(image.is_image.sum())} image tokens instead of {len(places)})"
+            f"(vLLM: {int(image.is_image.sum())} image tokens; sequence: {len(places)})"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))

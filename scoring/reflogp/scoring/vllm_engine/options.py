@@ -50,7 +50,10 @@ _PARTS = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
 #: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
-WRONG = {"gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only, not in both"}
+WRONG = {
+    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only instead of both, and its "
+    "GPU build has not been tested"
+}
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -112,7 +115,7 @@ def vllm_options(
         chosen: arguments that the user has set; each must be in ALLOWED.
 
     Raises:
-        UsageError: an argument is not in ALLOWED.
+        UsageError: `chosen` contains an argument that is not in ALLOWED.
         UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
         EngineError: vLLM would compute values that differ from the reference's.
     """
@@ -181,7 +184,7 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
     if kind not in FAMILIES or unlike:
         return f"vLLM's values for sequences with images have not been verified for {kind} models{unlike}"
     if checkpoint.adapter is not None:
-        return "vLLM ignores an adapter's changes outside the text decoder"
+        return "the model has an adapter, and vLLM ignores an adapter's changes outside the text decoder"
     for what, names in _PARTS.items():
         if not any((checkpoint.folder / name).is_file() for name in names):
             return f"the {what} that vLLM needs for images is missing from the model's folder"
@@ -227,7 +230,7 @@ def _targets(adapter: Adapter) -> list[str]:
 
 
 def _tensors(file: Path) -> list[str]:
-    """Return the names of the tensors in a safetensors file that `read_checkpoint` has already checked."""
+    """Return the tensor names in a safetensors file. The file must have passed the checks of `read_checkpoint`."""
     with file.open("rb") as handle:
         (size,) = struct.unpack("<Q", handle.read(8))
         return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]

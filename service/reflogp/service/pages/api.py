@@ -27,7 +27,7 @@ def dataset_name(dataset: DatasetSpec | None) -> str:
 
 
 def job_name(job: Job) -> str:
-    """Return the name that pages show for a job: its title, the last part of its dataset's name, or its id."""
+    """Return the name that pages show for a job: its title, else the last part of its dataset's location, else its id."""
     return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id
 
 
@@ -80,7 +80,7 @@ class Shape:
 
 
 def operations(spec: dict[str, Any]) -> list[Operation]:
-    """Return all routes of an OpenAPI document, in the document's order."""
+    """Return the operations of all routes in an OpenAPI document, in the document's order."""
     return [
         _operation(method.upper(), path, operation)
         for path, methods in spec["paths"].items()

@@ -43,8 +43,8 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     async def readyz() -> Health:
         """Return 200 if the store can be read, the job ledger can be written, and a worker responds.
 
-        While workers are starting, return 503 with an explanation. If the service has no reference models, it is ready even
-        though it has no workers.
+        Otherwise (for example, while the workers are starting), return 503 with an explanation. A service without reference
+        models has no workers, and is ready without them.
         """
         try:
             await to_thread.run_sync(context.registry.list)

@@ -38,7 +38,7 @@ _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
 #: Bytes of memory needed for a report while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
 #: Description of each setting in the query string.
-_IN_QUERY = "Same as the field with this name in a JSON body. Used only if the body is the dataset itself."
+_IN_QUERY = "Same setting as the field with this name in a JSON body. Used only if the request body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
@@ -70,18 +70,21 @@ def jobs_router(context: Context) -> APIRouter:
             str | None,
             Header(
                 max_length=200,
-                description="Key that identifies the job. By default, its reference, tokenizer, dataset "
-                "and settings identify it.",
+                description="Key that identifies the job. Without a key, the job is identified by its reference, tokenizer, "
+                "dataset and settings.",
             ),
         ] = None,
     ) -> Job:
         """Submit a job, or return the existing job if the same job was submitted before.
 
-        Two submissions with the same token and the same Idempotency-Key count as the same job. Without a key, two submissions
-        count as the same job if they have the same reference, tokenizer, dataset and settings. Datasets are compared by their
-        bytes or URI and, if the job names a path, also by the path. Priority and title are not compared. If the existing job
-        has failed or was cancelled, it is queued again. If the existing job is done, and no key was sent, a new job is created
-        if the data may have changed: if the dataset is named by a URI, or its rows refer to image files.
+        Two submissions with the same bearer token and the same Idempotency-Key count as the same job; if their content differs,
+        the second is refused (409). Without a key, two submissions count as the same job if they have the same reference,
+        tokenizer, dataset and settings. Datasets are compared by their bytes or URI and, if the job names a path, also by the
+        path. Priority and title are not compared.
+
+        If the existing job has failed or was cancelled, it is queued again. If it is done, it is returned as it is, with one
+        exception: a new job is created if no key was sent and the data may have changed, because the dataset is named by a URI
+        or its rows refer to image files.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
@@ -121,8 +124,8 @@ def jobs_router(context: Context) -> APIRouter:
     ) -> Response:
         """List jobs, newest first.
 
-        If the JSON of the jobs is long, a page contains fewer than `limit` jobs. To get the next page, pass `next_before` as
-        `before`.
+        If the JSON of `limit` jobs would be too long, the page contains fewer jobs. To get the next page, pass this page's
+        `next_before` as `before`.
         """
         await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
@@ -170,7 +173,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         status_code=202,
         summary="Cancel a job",
-        response_description="The job, which may still be running for a short time.",
+        response_description="The job. If it was running, it may continue for a short time.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -203,7 +206,7 @@ def jobs_router(context: Context) -> APIRouter:
         responses={
             **documented(401, 403, 404, 409, 422, 503),
             200: {"content": {_PARQUET: {}}},
-            206: {"content": {_PARQUET: {}}, "description": "The part of the file requested by the `Range` header."},
+            206: {"content": {_PARQUET: {}}, "description": "The part of the file that the `Range` header requests."},
         },
     )
     async def result(job_id: _JobId) -> Response:

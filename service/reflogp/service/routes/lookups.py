@@ -50,11 +50,14 @@ _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
 class ReferenceInfo(BaseModel):
-    """A reference that is named in the service's settings or has values in its store."""
+    """A reference that is named in the service's settings, or has values in the service's store."""
 
     name: str | None = Field(description="Name in the service's settings, or null if the reference is only in the store.")
     reference_id: str = Field(description="Id of the reference: a digest of the model's content and dtypes.")
-    model: str = Field(description="Name of the model's folder, or its hub id. If there are several, the first that was used.")
+    model: str = Field(
+        description="Name of the model's folder, or the model's hub id. If the model was used under several names, the first "
+        "of them."
+    )
     dtype: str = Field(description="Compute dtype of the model.")
     lm_head_dtype: str = Field(description="Dtype used to compute the logits.")
     snapshot: int | None = Field(description="Number of the latest snapshot, or null if no values are stored.")
@@ -79,17 +82,17 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """The stored values, with one entry per key, in the order of the request.
+    """The stored values. Each list has one entry per key, in the order of the request.
 
-    If a key is not in the snapshot, its entries are null.
+    The entries of a key that is not in the snapshot are null.
     """
 
     reference_id: str = Field(description="Id of the reference whose values are returned.")
     snapshot: int = Field(description="Number of the snapshot that the values were read from.")
-    scored_len: list[int | None] = Field(description="Number of stored values for each key.")
-    logp_sum: list[float | None] = Field(description="Sum of each key's values, in nats.")
+    scored_len: list[int | None] = Field(description="Number of log-probs stored for each key.")
+    logp_sum: list[float | None] = Field(description="Sum of each key's log-probs, in nats.")
     token_logps: list[list[float] | None] | None = Field(
-        None, description="Each key's values in nats, or null if they were not requested."
+        None, description="Each key's log-probs, in nats. Null instead of a list if `values` is false."
     )
 
 
@@ -135,10 +138,10 @@ def lookups_router(context: Context) -> APIRouter:
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the number of bytes to reserve for a lookup that also reads token values.
+        """Return the number of bytes to reserve for a lookup that needs `held` bytes, and `reading` more to read token values.
 
-        Row groups are always read as a whole, so a single row group may need more memory than one request may reserve. The sum
-        of `held` and `reading` is therefore limited to the most that one request may reserve.
+        Row groups are always read as a whole, so a single row group may need more memory than one request may reserve.
+        `reading` is therefore counted only as far as the sum does not exceed the most that one request may reserve.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
@@ -157,7 +160,13 @@ def lookups_router(context: Context) -> APIRouter:
         snapshot: Annotated[
             int | None, Query(ge=0, le=2**53, description="Number of the snapshot to read. Default: the latest.")
         ] = None,
-        values: Annotated[bool, Query(description="Whether an Arrow response also contains token_logps.")] = False,
+        values: Annotated[
+            bool,
+            Query(
+                description="Whether an Arrow response also contains token_logps. In a JSON request, set the field `values` "
+                "instead."
+            ),
+        ] = False,
     ) -> Any:
         """Look up keys in the store.
 

@@ -266,9 +266,9 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Prepare a value for a template.
+    """Return a value in the form in which a template displays it.
 
-    In text, remove control characters and invisible characters, except for line ends and tabs.
+    If the value is text, remove its control characters and invisible characters, but keep line ends and tabs.
     """
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 

@@ -62,16 +62,16 @@ class ScoreRequest(BaseModel):
 
 
 class ScoreAnswer(BaseModel):
-    """The computed values, with one entry per sequence, in the order of the request.
+    """The computed or stored values. Each list has one entry per sequence, in the order of the request.
 
-    If a sequence has an error, its values are null.
+    If a sequence has an error, its entry in `token_logps` is null.
     """
 
     reference_id: str = Field(description="Id of the reference whose values are returned.")
     hits: int = Field(description="Number of sequences whose values came from the store.")
     engine_seconds: float = Field(
-        description="Seconds from the start of the computation to this request's last value. Several requests may share a "
-        "computation."
+        description="Seconds from the start of the computation to the last value of this request. The worker may compute "
+        "several requests together."
     )
     queue_seconds: float = Field(description="Seconds that the request waited in the worker's queue.")
     token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")
@@ -100,14 +100,19 @@ def scores_router(context: Context) -> APIRouter:
     async def score(
         request: Request,
         reference: Annotated[
-            str, Query(max_length=200, description="Name or id of a reference. The service must have its model.")
+            str, Query(max_length=200, description="Name or id of a reference that is named in the service's settings.")
         ],
         temperature: Annotated[float, Query(ge=0.01, le=100, description="Temperature: the logits are divided by it.")] = 1.0,
         cache_read: Annotated[
-            bool, Query(description="Whether to return stored values (only at temperature 1 and without attention masks).")
+            bool,
+            Query(
+                description="Whether to return stored values instead of computing them. Ignored with attention masks or if "
+                "temperature is not 1."
+            ),
         ] = True,
         cache_write: Annotated[
-            bool, Query(description="Whether to store computed values (only at temperature 1 and without attention masks).")
+            bool,
+            Query(description="Whether to store computed values. Ignored with attention masks or if temperature is not 1."),
         ] = False,
         deadline_ms: Annotated[
             int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait for the values, in milliseconds.")

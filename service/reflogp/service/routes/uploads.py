@@ -59,10 +59,10 @@ def uploads_router(context: Context) -> APIRouter:
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
     )
     async def put(name: _NewName, request: Request, response: Response) -> Upload:
-        """Upload a dataset file, sent as the request body.
+        """Upload a dataset file.
 
-        The content type is application/octet-stream or the media type of the file. The suffix of the upload's name determines
-        the file's format.
+        The request body is the file. The content type is application/octet-stream or the media type of the file. The suffix of
+        the upload's name determines the file's format.
 
         If the new file replaces an earlier upload with the same name, existing jobs still read the earlier file.
         """

@@ -3,9 +3,10 @@
 The process reads frames from stdin and writes frames to stdout. It runs until the service sends the frame `exit`, or until the
 service itself exits.
 
-The process has four threads. The main thread owns the engines and alternates between online requests and a job. The other three
-threads read frames, run jobs, and commit the values of online requests. Logs go to stderr. The process is started
-with `python -m reflogp.service.worker`. The service and the worker exchange these frames:
+The process has four threads. The main thread owns the engines and alternates between online requests and a job. Of the other
+threads, one reads frames, one runs jobs, and one commits the values of online requests. Logs go to stderr. The process is
+started with `python -m reflogp.service.worker`. The service and the worker exchange the following frames, where "(+ unit)"
+means that the frame's body contains a unit:
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -49,7 +50,7 @@ from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, Wo
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.schema import stream_bytes
-from reflogp.store.texts import shortened_without_secrets
+from reflogp.store.texts import counted, shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -130,7 +131,7 @@ class Worker:
             self.end()
 
     def run(self, source: BinaryIO) -> None:
-        """Run until the service sends `exit` or exits itself."""
+        """Run until the service sends the frame `exit`, or until the service itself exits."""
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
@@ -146,7 +147,11 @@ class Worker:
         self._write_back.close()
 
     def end(self) -> None:
-        """Stop the job after committing its values, finish the current round of online requests, and make `run` return."""
+        """Start to shut down the worker, without waiting.
+
+        The job commits the values computed so far and stops. Then the current round of online requests is finished, and `run`
+        returns.
+        """
         if not self._ending:
             self._ending = True
             self._orders.put(None)
@@ -222,10 +227,14 @@ class Worker:
         if answer.error is None:
             seconds = answer.queue_seconds + answer.engine_seconds
             logger.info(
-                "scored %d sequences, %d tokens, in %.3f s", len(request.sequences), request.tokens(), seconds, extra=about
+                "scored %s, %s, in %.3f s",
+                counted(len(request.sequences), "sequence"),
+                counted(request.tokens(), "token"),
+                seconds,
+                extra=about,
             )
         else:
-            logger.warning("could not score %d sequences: %s", len(request.sequences), answer.error, extra=about)
+            logger.warning("could not score %s: %s", counted(len(request.sequences), "sequence"), answer.error, extra=about)
         message = {
             "op": "scored",
             "id": request.id,
@@ -327,11 +336,9 @@ class Worker:
     def _reference(self, reference_id: str) -> Reference:
         """Return the reference with the given id.
 
-        The reference is computed from the model's folder on the first call and then cached, because an id always identifies the
-        same content.
-
-        Whenever the model is loaded, `_admit` and EngineChoice.make check again that the folder still has this content. Raise
-        ContentMismatchError if the content of the folder does not match the id.
+        The first call for an id computes the reference from the model's folder, and raises ContentMismatchError if the folder's
+        content does not match the id. Later calls return the cached reference without reading the folder: whenever the model is
+        loaded, `_admit` and EngineChoice.make check that the folder still has the same content.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -345,17 +352,17 @@ class Worker:
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        """Return the cached image processors of a reference's model, for use when this worker helps with jobs."""
+        """Return the VisionCache for a reference's model; it is used when this worker helps with a job."""
         folder = self._folder(reference_id)
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check that a model can be loaded, before other models are unloaded to make room for it.
+        """Check that a model can be loaded. Engines calls this method before it unloads other models to make room.
 
         Raise ContentMismatchError if the content of the model's folder no longer matches the reference, and OutOfMemoryError if
-        the model does not fit on the device.
+        the model does not fit on the device even when no other model is loaded.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 
@@ -373,7 +380,7 @@ class Worker:
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """Log the traceback of an unexpected error (a bug in reflogp or in a library), and return its message."""
+    """Log an unexpected error (a bug in reflogp or in a library) with its traceback, and return its type and message."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened_without_secrets(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})

@@ -1,9 +1,9 @@
 """Load and unload the engines of a worker, and share them between online requests and a job.
 
-Online requests are served first. Requests that fit into one token budget are computed together, in one round. After each round,
-one forward pass of the job is computed, if it has work, so that neither the job nor the requests wait long. A request waits for
-at most two passes of the job. While there are online requests, the job's passes are kept short. The thread that calls `preload`
-and `run` owns the engines; all other public methods may be called from any thread.
+Online requests are served first. Requests that together fit into the engine's token budget are computed together, in one round.
+After each round, the loop runs one forward pass of the job, if the job has work, so that neither the job nor the requests wait
+long. A request waits for at most two passes of the job. While there are online requests, the job's passes are kept short. The
+thread that calls `preload` and `run` owns the engines; all other public methods of EngineLoop may be called from any thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class OnlineRequest:
         request: X-Request-Id of the caller's HTTP request, for log lines.
         alone: True if the request must not share its round with other requests, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
-        outcomes: one entry per sequence: its outcome, or None until the outcome is known.
+        outcomes: the outcome of each sequence, or None where it is not known yet. The list is empty until the request's round
+            begins.
     """
 
     id: str
@@ -82,7 +83,7 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to an online request: either its outcomes, or one error for the whole request."""
+    """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request."""
 
     request: OnlineRequest
     engine: PassEngine | None
@@ -134,8 +135,8 @@ class Engines:
         capacity: maximum number of loaded engines.
         pinned: id of a reference whose engine is never unloaded, or None.
         on_change: called with the reference ids of all loaded engines whenever an engine is loaded or unloaded.
-        admit: called before other engines are unloaded to make room for a new engine; raises an error if the new engine cannot
-            be loaded.
+        admit: called with a reference id before the reference's engine is loaded, and before other engines are unloaded to make
+            room for it; raises an error if the engine cannot be loaded.
     """
 
     def __init__(
@@ -288,22 +289,22 @@ class EngineLoop:
 
         Args:
             groups: groups of sequences. The iterable must not block, because the thread that owns the engine reads it. When no
-                sequences are available yet, it yields an empty group.
+                sequences are available yet, the iterable must yield an empty group.
             before: called before each pass, in the thread that owns the engine, with the indices of the pass's sequences among
                 all sequences in `groups`.
-            check: called repeatedly while waiting; raises an error to stop the job.
+            check: called repeatedly in the job's thread while it waits for outcomes; raises an error to stop the job.
 
         Raises:
             ModelUnloadedError: the model was unloaded to make room for another model. The job can start again later.
             DeviceLostError: a forward pass failed.
-            ReflogpError: the model cannot be loaded (EngineError and others).
+            EngineError, or another ReflogpError: the model cannot be loaded.
         """
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
         """Return the engine of a reference, loading it if necessary.
 
-        Use the returned engine only for calls that run no forward pass.
+        Call only those methods of the returned engine that run no forward pass.
 
         Raise the same errors as `flow`.
         """
@@ -352,8 +353,8 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        Raise EngineError if a forward pass fails, because the device may then be unusable. Before that, DeviceLostError is
-        raised in the job's thread, so that the job can commit the values computed so far.
+        If a forward pass fails, the device may be unusable. DeviceLostError is then raised in the job's thread, so that the job
+        can commit the values computed so far, and this method raises EngineError.
         """
         try:
             self._take_turns()
@@ -396,7 +397,7 @@ class EngineLoop:
             return self._engines.get(reference_id)
 
     def _tell(self) -> None:
-        """Wake the loop. The caller must hold the lock."""
+        """Wake the loop. The caller must hold the lock of `_changed`."""
         self._news = True
         self._changed.notify_all()
 
@@ -407,11 +408,10 @@ class EngineLoop:
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """Return the job's work if the loop should compute a pass of it now, otherwise None.
+        """Return the job's work if the loop should run one of the job's passes now, otherwise None.
 
-        No pass should be computed while the job waits for new sequences to be read, or while the job's thread has not yet taken
-        _AHEAD results from the queue. Nor should one be computed if another model, which was loaded and used recently, would
-        have to be unloaded first.
+        The loop should run no pass while the job waits for new sequences to be read, while the results of _AHEAD passes are
+        waiting for the job's thread, or while the pass would displace another model that was loaded and used only recently.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
@@ -452,7 +452,7 @@ class EngineLoop:
                 self._work = None
 
     def _next_round(self) -> list[OnlineRequest]:
-        """Take the next round's requests from the queue, or return an empty list if no request may be served now.
+        """Remove the next round's requests from the queue and return them; return an empty list if none may be served now.
 
         All requests in a round have the same reference and temperature and, taken together, fit into the engine's token budget.
         If the first request exceeds the budget on its own, it is returned alone.

@@ -39,7 +39,7 @@ class Helpers:
 
     Attributes:
         count: number of workers that are helping with the job.
-        may_come: True if other workers may join as helpers, as passed to the constructor.
+        may_come: the argument `may_come`.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
@@ -174,13 +174,14 @@ def help_with(
     check: Callable[[], None],
     vision: VisionCache,
 ) -> None:
-    """Help with a job until `check` raises an error.
+    """Help with a job until an error is raised, for example by `check`.
 
     Values computed before the error are committed. The job's worker reassigns the remaining units of work.
 
     Args:
         asked: queue of requests from the job's worker.
-        send: sends a frame to the service: `helping` when the engine has been loaded, then the answers to requests.
+        send: sends a frame to the service. It is called with the frame `helping` once the engine is loaded, and then with an
+            `answer` frame for each request.
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: image processors of the model.
 

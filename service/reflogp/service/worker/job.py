@@ -1,4 +1,4 @@
-"""Run one job in a worker: score the dataset's sequences that have no stored values, then write the result and report.
+"""Run one job in a worker: score the dataset's sequences that have no stored values, then write the result and the report.
 
 A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress, can be stopped, and shares
 the engine with online requests. All code in this module runs in the worker's job thread.
@@ -83,7 +83,7 @@ class JobModel:
 
     Attributes:
         reference: reference of the model.
-        find_tokenizer: returns the tokenizer currently in the model's folder.
+        find_tokenizer: returns a TokenizerRef for the tokenizer that the model's folder contains at the time of the call.
         load_vision: loads the image processor from the model's folder, or returns None for a text model.
     """
 
@@ -110,7 +110,7 @@ class JobCallbacks:
 
 
 class Progress(ProgressCallbacks):
-    """Progress of a running job, reported at most four times per second, and after each commit.
+    """Progress of a running job. Reported at most four times per second, and also after each commit and at the end.
 
     Attributes:
         problems: row number -> reason why the row has no values.
@@ -211,14 +211,14 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job.
 
-    Return the same summary as `reflogp score --json`, with an additional entry `image_files`: True if any row names an image
-    file.
+    Return the summary that `reflogp score --json` prints, with an additional entry `image_files`: True if any row names an
+    image file.
 
-    The dataset's files are opened once, and their content must match the job's digest. The tokenizer is read from the model's
-    folder when the job starts. If a dataset or tokenizer file is modified while the job runs, the job starts over; it fails if
-    the dataset's content has changed. Values computed before a file was modified stay valid, because each value is stored under
-    a key computed from the token ids, in a table of the reference. The digest does not cover images that rows name by path. If
-    such an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
+    Each attempt opens the dataset's files once, fails if their content does not match `order.digest`, and reads the tokenizer
+    from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with at most
+    three attempts in all. Values computed before a file was modified stay valid, because each value is stored in the
+    reference's table under a key computed from the token ids. The digest does not cover images that rows name by path. If such
+    an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
 
     Args:
         helpers: other workers that score parts of the dataset.

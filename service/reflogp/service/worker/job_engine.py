@@ -25,11 +25,12 @@ class JobEngine:
 
     Args:
         loop: engine loop that computes the forward passes.
-        engine: the engine that the loop uses. JobEngine itself calls only those of its methods that run no forward pass.
+        engine: the engine that the loop uses. JobEngine itself calls only methods of `engine` that run no forward
+            pass.
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: sequences that must not be scored because they killed workers: a dict from key (hex) to reason.
+        poison: key (hex) -> reason, for each sequence that must not be scored because it killed workers.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.
@@ -63,7 +64,7 @@ class JobEngine:
         return found
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """See Engine.flow. While suspects are being computed, none of the job's other sequences is being computed."""
+        """See Engine.flow. Suspects are never computed at the same time as the job's other sequences."""
         coming = _Coming(groups, self._suspects)
         while not coming.is_end:
             yield from self._part(coming)
@@ -171,7 +172,8 @@ class _Coming(Iterator[list[_Numbered]]):
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
 
-    If a worker dies while it computes one of these groups, about half of the suspects or fewer are left.
+    If a worker dies while it computes one of these groups, only sequences of that group remain suspects: at most half of the
+    suspects, rounded up.
     """
     while suspects:
         middle = (len(suspects) + 1) // 2

@@ -51,7 +51,7 @@ class WorkerConfiguration:
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
         window_seconds: time in seconds that an online request waits for other requests, so that they can be computed together.
-        row_bytes, dataset_bytes, group_bytes: limits on reading datasets.
+        row_bytes, dataset_bytes, group_bytes: limits on reading datasets; see ReadBounds.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
     """
 
@@ -79,7 +79,7 @@ class HelpOrder:
     """An order from the service to a worker to help with another worker's job.
 
     Attributes:
-        poison: sequences that must not be scored because they killed workers: a dict from key (hex) to reason.
+        poison: key (hex) -> reason, for each sequence that must not be scored because it killed workers.
     """
 
     job: str
@@ -141,7 +141,7 @@ def table_of(body: bytes) -> pa.Table:
 def outcomes_table(outcomes: list[Any]) -> pa.Table:
     """Return the outcomes as a table with schema OUTCOMES.
 
-    Each outcome is a float32 array, or an error message for the sequence.
+    Each outcome belongs to one sequence: a float32 array with the log-probs of its tokens, or an error message.
     """
     good = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     lengths = np.array([0 if isinstance(outcome, str) else len(outcome) for outcome in outcomes], np.int64)

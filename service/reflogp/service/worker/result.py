@@ -1,7 +1,7 @@
 """Write a job's result (a Parquet file with the values in dataset order) and its report (histograms and outliers).
 
-At the end of a job, the dataset is read again, one group of rows at a time. The values of the rows are looked up in the
-snapshot that is the latest at that time.
+At the end of a job, the dataset is read again, one group of rows at a time. The values of all rows are looked up in the same
+snapshot, which is opened when the job has committed its values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Candidate:
 
 
 class _Means:
-    """Mean log-probs per token and margins of all rows read so far, and the strongest outliers of each kind."""
+    """The margins and per-token mean log-probs of all rows read so far, and the strongest outliers of each kind."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -162,8 +162,8 @@ def write_result(
     The result has one row for each row of the dataset, in dataset order, or two rows for each preference pair if the job's
     format is kto. Its columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs
     (float32) and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The
-    metadata is the same as in files written by `reflogp join`: `reflogp` describes the reference and settings used to compute
-    the values, and `reflogp.coverage` counts the rows that have values.
+    file's metadata has the same keys as in files written by `reflogp join`: `reflogp` contains the reference, the snapshot and
+    the job's settings, and `reflogp.coverage` contains the number of rows that have values.
 
     Args:
         problems: row number -> reason why the row could not be scored.
@@ -209,10 +209,9 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield the groups of rows, except groups without completions.
+    """Yield each group of rows that has completions, and the problems of unreadable rows as a dict from row number to problem.
 
-    With each group, yield the problems of the unreadable rows in it and in the omitted groups before it, as a dict from row
-    number to problem.
+    The problems of a group without completions are yielded with the next group that has completions.
     """
     unread: dict[int, str] = {}
     for window in dataset:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from reflogp.scoring.runs.committer import Committer
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Reference, ReflogpError, Store, sequence_keys
+from reflogp.store.texts import counted
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,17 @@ class WriteBack:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Queue values for the next commit. They must have been computed at temperature 1.
+        """Queue values, which must have been computed at temperature 1, for the next commit.
 
-        Drop the values if values for more than _MOST_TOKENS tokens would then be waiting.
+        If other values are still waiting, and these values would bring the total above _MOST_TOKENS tokens, log a warning and
+        drop these values.
         """
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
             if self._tokens and self._tokens + tokens > _MOST_TOKENS:
                 logger.warning(
-                    "%d scored sequences were not stored because too many earlier values are still waiting to be committed",
-                    len(scored),
+                    "did not store %s, because too many earlier values are still waiting to be committed",
+                    counted(len(scored), "scored sequence"),
                 )
                 return
             self._tokens += tokens
@@ -95,7 +97,7 @@ class WriteBack:
                 try:
                     self._commit(reference_id, provenance, scored)
                 except ReflogpError as error:
-                    logger.warning("could not store %d scored sequences: %s", len(scored), error)
+                    logger.warning("could not store %s: %s", counted(len(scored), "scored sequence"), error)
                 finally:
                     with self._changed:
                         self._tokens -= sum(len(sequence) for sequence, _ in scored)

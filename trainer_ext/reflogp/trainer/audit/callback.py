@@ -1,4 +1,4 @@
-"""Check a training run's reference log-probs with a TrainerCallback.
+"""Define ReferenceAudit, a TrainerCallback that checks a training run's reference log-probs.
 
 All checks except `columns` are implemented in the other modules of this package. This module runs the checks and decides
 whether a finding stops the run.
@@ -49,9 +49,10 @@ class ReferenceAudit(TrainerCallback):
     - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
       values.
 
-    - `forwards` stops the run if the trainer keeps a reference model, if another model runs in a training step, or if the
-      policy runs an additional forward pass without gradients. Additional passes with gradients are reported but do not stop
-      the run. The policy is expected to run one pass per micro-batch, or two if the batch has sequences for KTO's KL term.
+    - `forwards` stops the run if the trainer keeps a reference model, or if a language model other than the policy and the
+      reward functions runs in a training step. The policy is expected to run one forward pass per micro-batch, or two if the
+      batch has sequences for KTO's KL term. Additional passes of the policy stop the run if they run without gradients;
+      otherwise, they are only reported.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
       log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
@@ -71,11 +72,11 @@ class ReferenceAudit(TrainerCallback):
     The checks `columns` and `spot_check` do not run for trainers that look up or request reference values during training (such
     as RemoteRLOOTrainer and the trainers for other frameworks).
 
-    The audit writes its results to `output_dir/reflogp_audit.json`, along with the store, reference id, snapshot and coverage
-    of each dataset.
+    The audit writes its results to `output_dir/reflogp_audit.json`. For each dataset, the file also names the store, reference
+    and snapshot that the joined values came from, and gives the fraction of the rows that have values.
 
     Args:
-        on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
+        on_finding: "fail" raises AuditError to stop the run; "warn" logs a warning instead.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
             tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
@@ -184,7 +185,9 @@ class ReferenceAudit(TrainerCallback):
             self._at_reference = not self._not_at_reference
         if self._given is not None:
             for check in self.checks & {"columns", "spot_check"}:
-                self._not_run[check] = "values are looked up during training, so no dataset has reference columns"
+                self._not_run[check] = (
+                    "reference values are looked up or requested during training, so no dataset has reference columns"
+                )
         elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
@@ -319,7 +322,7 @@ class ReferenceAudit(TrainerCallback):
                 result of `step_zero.differences`.
         """
         with self._forwards.paused() if self._forwards is not None else nullcontext():
-            found = gather(on_all_ranks("comparing the first batch with the reference's log-probs", seen))
+            found = gather(on_all_ranks("comparing the policy's log-probs of the first batch with the reference's", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
             self._not_run["step_zero"] = "no completion token in the first batches counts towards the loss"
             return
@@ -465,7 +468,11 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the run was resumed, the report keeps the step-0 result from the run's first start."""
+        """Return the report. If the `step_zero` check has not run, as in a resumed run, the result in `earlier` is kept.
+
+        Args:
+            earlier: the report that is already in the output folder, if any.
+        """
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {
@@ -501,7 +508,8 @@ def _words(check: str, problems: list[str]) -> str:
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
     """Attach an audit to a trainer and return it; attach nothing if `audit` is False.
 
-    If `audit` is None or True, a `ReferenceAudit` is created with default settings."""
+    If `audit` is None or True, a `ReferenceAudit` with `step_zero_tolerance` and otherwise default settings is created.
+    """
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):

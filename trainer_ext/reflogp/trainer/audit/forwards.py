@@ -1,7 +1,6 @@
 """Count the forward passes in training steps, for the policy and for any other language model.
 
-Hooks are registered only on whole models, not on every module in them, so that steps are not slowed down and compiled graphs
-do not change.
+Each model has only one hook, not one per module, so that the hooks do not slow down training or change compiled graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class ForwardCount:
         policy: number of forward passes of the policy's decoder.
         policy_without_grad: number of the policy's passes that ran without gradients, as the passes of a reference model do.
         others: number of forward passes of each language model that is neither the policy nor an allowed model, by class name
-            and size.
+            and number of parameters.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
@@ -40,7 +39,7 @@ class ForwardCount:
 
     def watch_others(self) -> list[str]:
         """Start counting the forward passes of every language model in this process that is neither the policy nor an allowed
-        model, and return the class names and sizes of these models."""
+        model. Return a name for each of these models: its class and number of parameters."""
         found = []
         for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
             if id(model) in self._own:

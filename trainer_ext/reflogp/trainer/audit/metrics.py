@@ -60,8 +60,8 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means. TRL's trainers clear their metrics whenever they log, even if a callback requested the
-        log, so the next log does not cover earlier batches."""
+        """Discard the recorded means, because the next log does not cover their batches: TRL's trainers clear their metrics
+        whenever they log, even if a callback requested the log."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
@@ -108,7 +108,7 @@ class GlobalMeans:
             elif apart(logged, joined) > _ROUNDING:
                 found.reference.append(
                     f"rewards/{side} and logps/{side} imply a mean reference log-prob of {logged:.6g}, but the joined "
-                    f"column's mean over all processes is {joined:.6g}: the loss may not use the joined column"
+                    f"column's mean over all processes is {joined:.6g}: perhaps the loss does not use the joined column"
                 )
 
 
@@ -157,8 +157,8 @@ def begin_report(output_dir: str, process: int) -> None:
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
-    """Return "failed" if the audit stopped the run, "warned" if there are other findings, "passed" if the run has ended without
-    findings, and "unfinished" otherwise."""
+    """Return "failed" if the audit stopped the run, "warned" if there are findings but the audit did not stop the run, "passed"
+    if the run has ended without findings, and "unfinished" otherwise."""
     if stopped:
         return "failed"
     return "warned" if findings else "passed" if finished else UNFINISHED

@@ -18,7 +18,7 @@ class Schedule:
 
     Attributes:
         args: the trainer's settings.
-        max_steps: the run's total number of steps; an interval below 1 is a fraction of this number.
+        max_steps: the run's total number of steps. Intervals below 1, such as eval_steps=0.1, are fractions of this number.
         first_step: global step at which the run was started or resumed.
         every: for each event ("logging", "eval", "save"), the number of steps between two occurrences, if known. In a resumed
             run, this number may differ from the settings, because transformers uses the intervals from the checkpoint.

@@ -28,8 +28,8 @@ class SpotCheck:
     Attributes:
         by: what scored the rows ("service" or "policy"), or the reason why the rows could not be scored again.
         rows: indices of the checked rows in the training dataset.
-        seen: for each group of sequences that this process scored, the differences between the new sums and the joined sums,
-            as returned by `step_zero.differences`.
+        seen: results of `step_zero.differences`, which compare new sums of log-probs with the joined sums: one result for each
+            batch that this process scored, or for each completion column if a service scored the rows.
     """
 
     by: str
@@ -55,9 +55,9 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
         seen = _by_service(trainer, source.open(), chosen) if trainer.accelerator.is_main_process else []
         return SpotCheck("service", chosen, seen)
     if not reference_columns(_kept(trainer, dataset[chosen[0]])):
-        return SpotCheck("not checked: the reference columns do not reach the batch", [], [])
+        return SpotCheck("not checked: the training batches contain no reference columns", [], [])
     if why := no_own_reference(trainer):
-        return SpotCheck(f"not checked: {why}, and the source is not a service", [], [])
+        return SpotCheck(f"not checked: {why}, and the reference log-probs do not come from a service", [], [])
     return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
 
 

@@ -24,8 +24,8 @@ _CAUSES = (
     "verify`)"
 )
 _CAUSES_WITH_A_SERVICE = (
-    "Likely causes: the stored values were changed after scoring (run `reflogp store verify`); the joined file belongs to "
-    "other rows"
+    "Likely causes: the stored values were changed after scoring (run `reflogp store verify`); the dataset's "
+    "token ids or reference columns were changed after the join"
 )
 _OTHER_DTYPE = " the stored values were computed in {reference}, but the policy computes in {policy};"
 _UNTRUE_DTYPE = " the stored values were computed in another dtype, although the store says {reference};"
@@ -63,8 +63,8 @@ class StepZero:
     def __repr__(self) -> str:
         return short_repr(
             "StepZero",
-            f"{'passed' if self.passed else 'failed'}: {counted(self.sequences, 'sequence')} within "
-            f"{self.max_difference:.2g} nats ({self.max_per_root_token:.2g} nats/√tokens, {self.tolerance:g} allowed), "
+            f"{'passed' if self.passed else 'failed'}: differences of up to {self.max_difference:.2g} nats in "
+            f"{counted(self.sequences, 'sequence')} ({self.max_per_root_token:.2g} nats/√tokens, {self.tolerance:g} allowed), "
             f"policy in {self.policy_dtype}, reference in {self.reference_dtype}",
         )
 
@@ -97,16 +97,18 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError if the reference log-probs were computed in a different dtype than the policy's.
+        """Raise StepZeroError if the reference log-probs were computed in a different dtype than the one in which the policy
+        computes.
 
-        The error reports `check` as the check that failed.
+        Args:
+            check: name of the check that the error reports as failed.
         """
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
                 f"the reference log-probs were computed in {self.reference_dtype}, but the policy computes in "
-                f"{wanted}{explained(wanted)}: at step 0, before any training, the two differ by up to "
-                f"{self.max_difference:.4g} nats. "
+                f"{wanted}{explained(wanted)}: at step 0, before any training, the policy's log-probs "
+                f"differ from the reference's by up to {self.max_difference:.4g} nats. "
                 f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
                 check,
             )
@@ -116,7 +118,8 @@ def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Ten
     """Return how much the policy's sums differ from the reference's, as five numbers.
 
     The numbers are the count of compared sequences, the largest |difference|, the largest |difference| / sqrt(tokens), the sum
-    of the differences, and the count of skipped sequences. A sequence is skipped if only the policy's sum is not finite.
+    of the differences, and the count of skipped sequences. A sequence is skipped if the policy's sum is NaN or infinite, but
+    the reference's is finite.
 
     Args:
         policy: sums of the policy's log-probs, shape (n,).
@@ -143,7 +146,7 @@ def compared(
     accelerator: Any,
     advice_for_dtype: Callable[[str], str] | None = None,
 ) -> StepZero:
-    """Combine the results of `differences` for several batches and processes into one result.
+    """Combine the results of `differences` for several batches and processes into one StepZero.
 
     Args:
         parts: the result of `differences` for each batch.
@@ -153,8 +156,8 @@ def compared(
         policy: the policy, without wrappers such as DistributedDataParallel.
         accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's
             dtype is the dtype of its weights.
-        advice_for_dtype: function that returns advice on how to get the reference's values in a given dtype, or None for
-            general advice.
+        advice_for_dtype: function that returns advice on how to get the reference's values in a given dtype. If None, the
+            result contains general advice.
     """
     policy_dtype = computes_in(policy, accelerator)
     advice = (advice_for_dtype or _in_general)(policy_dtype)

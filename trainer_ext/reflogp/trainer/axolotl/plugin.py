@@ -1,4 +1,4 @@
-"""Provide an axolotl plugin that trains on stored reference log-probs, without a reference model.
+"""Provide a plugin that makes axolotl train on stored reference log-probs, without a reference model.
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
 axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function
@@ -74,8 +74,8 @@ class StoredReferencePlugin(BasePlugin):
         """Raise UsageError if the trainer does not use stored values."""
         if not isinstance(trainer, trainers.StoredReferenceMixin):
             raise UsageError(
-                f"another plugin created a {type(trainer).__name__}, which does not use stored values: "
-                "remove one of the plugins"
+                f"another plugin created the trainer ({type(trainer).__name__}), which does not use stored values: "
+                "remove that plugin or StoredReferencePlugin"
             )
 
 
@@ -98,7 +98,7 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if cfg.rl not in _TRAINERS:
         raise UsageError(
             f"rl is {cfg.rl.value if cfg.rl else 'not set'}, but stored reference log-probs can be used only with dpo, ipo and "
-            "kto: remove the plugin StoredReferencePlugin"
+            "kto: set rl to one of these, or remove the plugin StoredReferencePlugin"
         )
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")

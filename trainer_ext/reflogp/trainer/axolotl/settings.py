@@ -13,7 +13,8 @@ from reflogp.trainer.source import OnMiss, ReferenceSource
 
 
 class StoredReferenceSettings(BaseModel):
-    """Settings for where the reference log-probs are stored, which model computed them, and what to check.
+    """The settings in the section `reflogp:`: where the reference log-probs are stored, which model computed them, and what to
+    check.
 
     If the section has an unknown key, axolotl raises an error before it reads any data.
     """
@@ -24,16 +25,22 @@ class StoredReferenceSettings(BaseModel):
     model: str | None = Field(None, description="the reference model; default: base_model")
     dtype: Dtype | None = Field(
         None,
-        description="the reference's dtype; default: the dtype in which the store has values of the model, "
-        "if there is only one; otherwise the policy's dtype",
+        description="the reference's dtype; default: if the store has the model's values in only one dtype, that dtype; "
+        "otherwise the policy's dtype",
     )
-    reference: str | None = Field(None, description="the reference's name in a service; replaces `model`")
-    reference_id: str | None = Field(None, description="the reference's id; replaces `model`")
+    reference: str | None = Field(None, description="the reference's name in a service; can be given instead of `model`")
+    reference_id: str | None = Field(None, description="the reference's id; can be given instead of `model`")
     snapshot: int | None = Field(None, description="number of the snapshot; default: the latest")
-    on_miss: OnMiss = Field("error", description="what to do about rows without values")
+    on_miss: OnMiss = Field(
+        "error",
+        description="what to do about rows without values: stop and show the command that scores them (error), have the "
+        "service score them (score), or compute the values with the policy before training (compute)",
+    )
     policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start from the reference's weights")
     step_zero_tolerance: float | None = Field(
-        None, description="allowed difference between policy and reference on the first batch, in nats/√tokens"
+        None,
+        description="allowed difference between the policy's and the reference's log-probs of a completion in the first batch, "
+        "in nats/√tokens",
     )
     on_finding: Literal["fail", "warn"] = Field(
         "fail", description="what to do if reference values are wrong: stop the run (fail) or log a warning (warn)"

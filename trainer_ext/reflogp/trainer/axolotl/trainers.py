@@ -18,8 +18,8 @@ class StoredReferenceMixin(CachedReferenceMixin):
     """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer
     without these arguments.
 
-    Raises UsageError if axolotl has not loaded the plugin or has added tokens to the model's vocabulary. Also raises the errors
-    of `CachedReferenceMixin`.
+    Raises UsageError if axolotl has not loaded the plugin, or if the settings do not name the reference and axolotl has added
+    tokens to the model's vocabulary. Also raises the errors of `CachedReferenceMixin`.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:

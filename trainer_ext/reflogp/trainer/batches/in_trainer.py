@@ -49,13 +49,13 @@ class StoredReference:
 class BatchReferenceMixin(_AnyTrainer):
     """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
-    An adapter defines a trainer class with this mixin and the framework's trainer as base classes, in this order. The class
-    calls `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs its
-    reference model.
+    The code for a framework defines a trainer class with this mixin and the framework's trainer as base classes, in this order.
+    The class calls `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs
+    its reference model.
 
     Attributes:
         ref_model: the BatchReference that supplies the stored values.
-        joins: a record of each dataset's lookup and its source, by dataset name. The records are also in
+        joins: for each dataset, by name, a JoinRecord that says where the dataset's values come from. The records are also in
             `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
@@ -86,8 +86,8 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the `step_zero` check on the run's first batch. Adapters call this method for every batch; after the first, it
-        does nothing.
+        """Run the `step_zero` check on the run's first batch. Subclasses call this method for every batch; once the check has
+        run, the method does nothing.
 
         Args:
             policy: function that computes the policy's sums, shape (n,), without gradients or dropout.

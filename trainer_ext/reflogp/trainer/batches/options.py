@@ -24,7 +24,7 @@ def read_options(
     command: str,
     words: Sequence[str],
     model: str,
-    dtype: str = "the dtype in which the store has values of the model, if there is only one; otherwise the policy's dtype",
+    dtype: str = "if the store has the model's values in only one dtype, that dtype; otherwise the policy's dtype",
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
@@ -49,9 +49,14 @@ def read_options(
         "--reflogp.reference",
         dest="reference",
         metavar="NAME",
-        help="the reference's name in a service; replaces --reflogp.model",
+        help="the reference's name in a service; can be given instead of --reflogp.model",
     )
-    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id; replaces --reflogp.model")
+    add(
+        "--reflogp.reference_id",
+        dest="reference_id",
+        metavar="ID",
+        help="the reference's id; can be given instead of --reflogp.model",
+    )
     add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of the snapshot; default: the latest")
     add(
         "--reflogp.on_miss",
@@ -59,7 +64,7 @@ def read_options(
         choices=("error", "score", "run"),
         default="error",
         help="what to do about rows without values: stop and show the command that scores them (error, the default), have the "
-        "service score them (score), or run that command on this machine first (run)",
+        "service score them (score), or run the scoring command on this machine before training (run)",
     )
     add(
         "--reflogp.policy_starts_elsewhere",
@@ -73,7 +78,8 @@ def read_options(
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference between policy and reference on the first batch, in nats/√tokens",
+        help="allowed difference between the policy's and the reference's log-probs of a completion in the first batch, in "
+        "nats/√tokens",
     )
     add(
         "--reflogp.on_finding",
@@ -128,8 +134,8 @@ def names_reference(options: argparse.Namespace) -> bool:
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for a run in which the setting `setting` may make the framework use a different reference than the model
-    that the setting `model` names."""
+    """Return the error to raise if the framework's setting `setting` may make its reference differ from the model that its
+    setting `model` names."""
     return UsageError(
         f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
@@ -161,8 +167,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return a run's settings for stored values. If the options set no dtype, the dtype is chosen when the run starts: the
-    dtype in which the store or service has values of the model, if there is only one; otherwise the policy's dtype.
+    """Return a run's settings for stored values. If the options set no dtype, the dtype is chosen when the run starts: if
+    the store or service has the model's values in only one dtype, that dtype; otherwise the policy's dtype.
 
     Args:
         options, model: see `source_of`.

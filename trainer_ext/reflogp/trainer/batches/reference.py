@@ -58,8 +58,8 @@ class BatchReference(ReferenceDuringTraining):
             completions.
         datasets: every tokenized dataset that the trainer will use, by name: {"train": …, "eval": …}.
         output_dir: folder in which to write the sequences of rows without values, as reflogp-missing.parquet.
-        run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
-            separate process.
+        run_command: whether to score sequences that the store lacks, by running `reflogp score` on this machine in a separate
+            process.
 
     Raises:
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
@@ -68,7 +68,7 @@ class BatchReference(ReferenceDuringTraining):
         RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        joins: a record of each dataset's lookup and its source, by dataset name.
+        joins: for each dataset, by name, a JoinRecord that says where the dataset's values come from.
         where: the source, reference and snapshot of the values.
 
     Examples:
@@ -117,8 +117,8 @@ class BatchReference(ReferenceDuringTraining):
             if values is None:
                 raise MissingLogpsError(
                     f"row {row} of a batch ({len(places)} tokens, beginning with {ids[places[:8]].tolist()}) is not in "
-                    f"any of the datasets whose values were looked up ({', '.join(self.joins)}): pass every dataset that the "
-                    f"trainer uses to {type(self).__name__}",
+                    f"any of the datasets whose values were looked up ({', '.join(self.joins)}): pass "
+                    f"{type(self).__name__} every dataset that the trainer uses",
                     [row],
                     "",
                 )
@@ -151,8 +151,8 @@ class BatchReference(ReferenceDuringTraining):
 
 
 def check_source(source: ReferenceSource, run_command: bool) -> None:
-    """Raise UsageError if a source has no per-token values, or if its missing rows cannot be scored in the requested way. This
-    check reads no datasets or values."""
+    """Raise UsageError if a source has no per-token values, or if rows without values cannot be scored in the requested way.
+    This check reads no datasets or values."""
     if source.is_file:
         raise UsageError(
             f"{source.location} contains one sum per completion, but a value per token is needed: use a store or a service"
@@ -161,7 +161,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
         raise UsageError("on_miss='compute' works only with TRL's trainers: use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
         raise UsageError(
-            "missing rows can be scored on this machine only if a store and model= are given; for a service, use "
+            "missing rows can be scored on this machine only for a store, and only if model= is given; for a service, use "
             "on_miss='score'"
         )
     if run_command and source.snapshot is not None:
@@ -170,7 +170,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of the lookup by the run's first process. All processes receive it."""
+    """The result of the lookup, which only the run's first process makes. All processes receive the result."""
 
     where: Where
     scored: dict[str, int]
@@ -244,8 +244,8 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
-    """Open the source, and return its values and an empty string. If the store has no values for this reference, return None
-    and a message that says so."""
+    """Open the source, and return its values and an empty string. If the store does not exist or has no values for the source's
+    reference, return None and a message that says so."""
     try:
         return source.open(), ""
     except (ReferenceNotFoundError, StoreNotFoundError) as error:

@@ -1,7 +1,7 @@
 """Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-The reference log-probs of the sequences are in an Arrow file that all processes on a node share. To look up the log-probs of a
-sequence in a batch, a hash of its tokens is used as the key.
+The reference log-probs of the sequences are in an Arrow file that all processes on a node share. The key for looking up a
+sequence's log-probs is a hash of the sequence's tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _ROWS_AT_ONCE = 1024
 class TokenDataset(Protocol):
     """A framework's tokenized dataset, with exactly the tokens that the framework puts into its batches.
 
-    Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). A sequence is a tuple
-    of its token ids (without padding) and the index of its completion's first token. Every row has the same number of
-    sequences.
+    Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). Each sequence is a
+    tuple (token_ids, completion_start): the token ids without padding, and the index of the completion's first token. Every row
+    has the same number of sequences.
     """
 
     def __len__(self) -> int:
@@ -49,20 +49,22 @@ class TokenDataset(Protocol):
 class LabelledColumns:
     """A TokenDataset that reads a `datasets.Dataset` with a column of labels for each column of token ids.
 
-    A completion begins at the first label that is not -100.
+    A completion begins at the first token whose label is not -100.
 
     Args:
         dataset: the dataset.
-        columns: for each sequence of a row, the names of its token id column and its label column.
+        columns: one pair of column names for each sequence of a row: the column of token ids and the column of labels.
 
-    Raises UsageError if the dataset lacks a column.
+    Raises UsageError if the dataset lacks any of these columns.
     """
 
     def __init__(self, dataset: Any, columns: Sequence[tuple[str, str]]) -> None:
         names = [name for pair in columns for name in pair]
         missing = [name for name in names if name not in (dataset.column_names or ())]
         if missing:
-            raise UsageError(f"the tokenized dataset has no column {', '.join(missing)}; it has {dataset.column_names}")
+            raise UsageError(
+                f"the tokenized dataset has no column {' or '.join(missing)}; its columns are {dataset.column_names}"
+            )
         self._rows = dataset.select_columns(names).with_format("arrow")
         self._columns = columns
 
@@ -84,7 +86,8 @@ def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds,
 
     Args:
         token_ids: token ids without padding, shape (n,).
-        labels: -100 for tokens that the loss ignores, shape (n,). The completion begins at the first label that is not -100.
+        labels: -100 for tokens that the loss ignores, shape (n,). The completion begins at the first token whose label is not
+            -100.
     """
     whole = np.asarray(token_ids).astype(np.uint32)
     used = np.flatnonzero(np.asarray(labels) != IGNORED)
@@ -105,8 +108,8 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: by dataset name, the indices in `table` of the sequences of each dataset row, int64 of shape (dataset rows,
-            sequences per row).
+        of: for each dataset name, the indices in `table` of the dataset's sequences, int64 of shape (dataset rows, sequences
+            per row).
     """
 
     table: pa.Table
@@ -114,8 +117,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the indices of the dataset rows that contain a selected sequence, by dataset name. The mask `marked` selects
-        the sequences, and has one entry per row of `table`. Datasets without selected sequences are omitted."""
+        """Return the indices of the dataset rows that contain at least one sequence selected by `marked`, by dataset name. The
+        mask `marked` has one entry per row of `table`. Datasets without selected sequences are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 

@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-This module runs LLaMA-Factory's launcher, which starts torchrun whenever `llamafactory-cli` would. Only the functions that
-create LLaMA-Factory's reference model and trainers are replaced.
+This module runs LLaMA-Factory's own launcher, so it starts torchrun in the same cases as `llamafactory-cli`. Only the functions
+that create LLaMA-Factory's reference model and trainers are replaced.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Replacements:
         self._stored: StoredReference | None = None
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Record which model LLaMA-Factory would load as the reference, so that its values can be looked up. No model is
-        created."""
+        """Record which model LLaMA-Factory would load as the reference, so that this model's stored values can be
+        looked up. No model is created."""
         self._stored = stored_reference(self._options, self._reference(model_args, finetuning_args))
 
     def _reference(self, model_args: Any, finetuning_args: Any) -> str | None:
@@ -78,7 +78,9 @@ class Replacements:
                 raise unclear_reference(name, "model_name_or_path")
         model = str(finetuning_args.ref_model or model_args.model_name_or_path)
         if not Path(model).is_dir() and (use_modelscope() or use_openmind()):
-            raise UsageError(f"{model} comes from a hub other than Hugging Face's: pass the folder that it was downloaded to")
+            raise UsageError(
+                f"{model} comes from a hub other than Hugging Face's: pass the downloaded model's folder as --reflogp.model"
+            )
         revision = getattr(model_args, "model_revision", None)
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
@@ -147,7 +149,7 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
         (
             train.tuner,
             "_ray_training_function",
-            _refusing("use_ray is not supported: Ray would start training processes without reflogp's changes"),
+            _refusing("use_ray is not supported: Ray would start training processes without reflogp's changes; unset USE_RAY"),
         ),
         (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
     ]

@@ -51,7 +51,7 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
     _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return a batch's stored sums as two float32 tensors of shape (B,): one for the chosen rows, one for the rejected
+        """Return a batch's stored sums as two float32 tensors of shape (pairs,): one for the chosen rows, one for the rejected
         rows. For the IPO loss, return means over tokens instead of sums."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)

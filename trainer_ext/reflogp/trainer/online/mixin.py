@@ -33,24 +33,24 @@ class RemoteReferenceMixin(_AnyTrainer):
 
     The trainer requests a batch's log-probs just before the policy's forward pass on that batch. It waits for the service's
     response only at the point where TRL would run the reference model. List the mixin before the trainer among the base
-    classes. The constructor takes the trainer's own arguments and these:
+    classes. The constructor takes the arguments of TRL's trainer and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
         reference_deadline: maximum number of seconds to wait for the values of one batch. The training step waits this long for
             a slow or restarting service before an error is raised.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
-            the first batch are compared with the service's before the first step.
+            the first batch are compared with those from the service. This happens before the first step.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtype. In that case, UsageError is raised if the service and the policy compute in
-            different dtypes.
+            service and the policy must compute in the same dtype, and the tolerance depends on this dtype and on the type of
+            model.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
         UsageError: TRL would not use a reference with these arguments, or the service's reference model is not the given model
             or computes in a different dtype than the policy.
-        ReferenceNotFoundError, ServiceError: the service does not have the reference or is unreachable, or it does not respond
-            in time during training.
+        ReferenceNotFoundError: the service does not have the reference.
+        ServiceError: the service is unreachable, or does not respond in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.
         UnusableLogpsError: the service cannot score some sequences, or their log-probs are not finite.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.

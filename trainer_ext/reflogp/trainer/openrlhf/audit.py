@@ -49,8 +49,8 @@ class RunAudit:
       but does not stop the run.
 
     - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
-      first process only; the audit replaces them with means over all processes, and writes the largest difference to the
-      report.
+      first process only; the audit replaces them with means over all processes, and writes the largest difference
+      between the first process's value and the mean to the report.
 
     - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
       does not take exactly one step. It also reports logs, evaluations and checkpoints that are missing although the settings
@@ -62,7 +62,7 @@ class RunAudit:
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
             tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
-            log-probs were computed in a different dtype than the policy's.
+            log-probs were computed in a different dtype than the one in which the policy computes.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
@@ -99,7 +99,7 @@ class RunAudit:
         Args:
             settings: the trainer's settings, as an object with the attributes that `Schedule` reads.
             engine: the DeepSpeed engine, which counts optimizer steps.
-            policy: the unwrapped model.
+            policy: the policy model, without DeepSpeed's wrapper.
             first_step: global step at which the run was started or resumed.
         """
         self._schedule = Schedule(settings, max_steps=-1, first_step=first_step)
@@ -122,8 +122,8 @@ class RunAudit:
             for name, times in self._forwards.others.items()
         ]
         words = (
-            f"the policy ran {self._forwards.policy} forward passes while OpenRLHF obtained the {who}'s log-probs; expected "
-            f"{expected}"
+            f"the policy ran {self._forwards.policy} instead of {expected} forward passes while OpenRLHF obtained the {who}'s "
+            "log-probs"
         )
         self._note("forwards", problems + [words] * (self._forwards.policy > expected))
         self._report("forwards", [words] * (self._forwards.policy < expected))
@@ -232,8 +232,8 @@ class RunAudit:
         if Rank.here().rank == 0:
             state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
             joined = "; ".join(
-                f"{name}: {record.rows} rows from {record.where.store} snapshot {record.where.snapshot}, reference "
-                f"{record.where.reference_id}"
+                f"{name}: {counted(record.rows or 0, 'row')} with values of reference {record.where.reference_id} from "
+                f"snapshot {record.where.snapshot} of {record.where.store}"
                 for name, record in self._joins.items()
             )
             logger.info("reflogp audit: %s (%s)", state, joined)
@@ -241,7 +241,8 @@ class RunAudit:
     # Stop the run or warn because of findings, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
-        """Record problems that stop the run: reference values are wrong, missing or recomputed."""
+        """Record problems that stop the run unless on_finding is "warn": the stored values are wrong, or an unexpected forward
+        pass ran."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 
@@ -251,8 +252,8 @@ class RunAudit:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Gather all processes' findings since the last call, and raise an error on all processes if a finding stops the
-        run."""
+        """Gather what each process has recorded since the last call of this method. If any of these problems stops the run,
+        raise an error on all processes; otherwise log a warning if a check reports its first problem."""
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
@@ -295,8 +296,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each property reads its setting on every access, because OpenRLHF's fit(), which is called after this object is created,
-    replaces settings of -1 with numbers of steps.
+    Each property reads the current setting, because OpenRLHF's fit() runs after this object is created and replaces intervals
+    of -1 with the number of steps that they stand for (infinity for ckpt.save_steps).
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
@@ -337,5 +338,6 @@ def _message(found: dict[str, list[str]]) -> str:
 
 
 def _is_of_training(logged: Any) -> bool:
-    """Return True if a logged item (a name for TensorBoard, a dictionary for wandb) belongs to a training step."""
+    """Return True if what is logged (a metric's name for TensorBoard, a dictionary of metrics for wandb) is from a training
+    step, not from an evaluation."""
     return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

@@ -22,10 +22,11 @@ from reflogp.trainer.source import ReferenceSource
 class RewardRows:
     """A TokenDataset that reads OpenRLHF's RewardDataset exactly as OpenRLHF's data loader does.
 
-    A row of a RewardDataset (openrlhf/datasets/reward_dataset.py) contains the tokens of both sequences, which are truncated
-    and end with EOS. It also contains the number of prompt tokens, which OpenRLHF counts by tokenizing the prompt alone.
+    A row of a RewardDataset (openrlhf/datasets/reward_dataset.py) contains the tokens of the chosen and of the rejected
+    sequence, each truncated and ending with EOS. It also contains the number of prompt tokens, which OpenRLHF counts by
+    tokenizing the prompt alone.
 
-    Raises UsageError if the dataset was not created for DPO.
+    Raises UsageError if the dataset was created without is_dpo=True.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -46,8 +47,8 @@ class RewardRows:
 class CachedReference(BatchReference):
     """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    Values are returned for each token of a row's completion, which is at the end of the row. OpenRLHF's trainer masks these
-    values and sums them. docs/openrlhf.md shows how to use this class in a training script.
+    A call returns one log-prob for each token of the completions in a batch; OpenRLHF's trainer masks and sums these
+    log-probs. docs/openrlhf.md shows how to use this class in a training script.
 
     Args:
         source, output_dir, run_command: see BatchReference.
@@ -56,7 +57,7 @@ class CachedReference(BatchReference):
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: a record of each join and its source, by dataset name.
+        joins: a record of each dataset's lookup and its source, by dataset name.
         model: always None, so that OpenRLHF's strategy finds no model to wrap.
     """
 
@@ -92,6 +93,6 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, and an empty dict in place of a model's output, so there is no aux_loss.
+            the log-probs that `token_logps` returns, and an empty dict (without aux_loss) in place of a model's output.
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -1,4 +1,4 @@
-"""Run `openrlhf.cli.train_dpo` with the same arguments but without a reference model.
+"""Run `openrlhf.cli.train_dpo` with stored reference log-probs instead of a reference model.
 
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
@@ -86,7 +86,7 @@ def main() -> None:
     options, others, parser = read_options(
         "reflogp.trainer.openrlhf.train_dpo",
         sys.argv[1:],
-        model="--ref.model_name_or_path, or else the policy's model",
+        model="--ref.model_name_or_path if set, otherwise the policy's model",
         dtype="--ds.param_dtype",
     )
     if {"-h", "--help"} & set(others):

@@ -30,7 +30,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values before the first step.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes in use (reflogp.trainer.tolerances).
+            tolerance depends on the dtypes of policy and reference, and on the type of model (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
     Raises:
@@ -40,9 +40,9 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
-        joins: a record of each join, by dataset name ("train", "eval"). The records are also in reflogp_audit.json in
-            --ckpt.output_dir.
-        audit: the audit of the run.
+        joins: a record of each dataset's lookup, by dataset name ("train", "eval"). The records are also in
+            reflogp_audit.json in --ckpt.output_dir.
+        audit: the run's RunAudit.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """Run DPOTrainer's forward pass, and count the models' forward passes. On the first batch, also compare the policy's
-        log-probs with the reference's."""
+        """Run DPOTrainer's method, and check how many forward passes it runs. On the first batch, compare
+        the policy's log-probs with the stored values first, unless the `step_zero` check is skipped."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("comparing the first batch with the stored values", lambda: self._differences(*batch))
@@ -138,8 +138,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Return the differences between the policy's and the reference's sums for one batch. The policy runs without
-        dropout."""
+        """Return what `step_zero.differences` returns for the policy's and the reference's sums of log-probs for one batch.
+        The policy runs without dropout."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

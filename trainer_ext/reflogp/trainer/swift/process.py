@@ -43,7 +43,8 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `prepare`, ms-swift's function that loads one model, so that it returns None for the reference model."""
+        """Wrap `prepare`, the ms-swift function that loads a model, in a function that returns None instead of loading the
+        reference model."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":
@@ -54,7 +55,8 @@ class Replacements:
         return prepared
 
     def trainer(self, args: Any) -> Callable[..., Any]:
-        """Return a function that creates the trainer that ms-swift's arguments select, with stored reference log-probs."""
+        """Return a function that creates the DPO or KTO trainer that ms-swift's arguments select. The trainer uses stored
+        reference log-probs."""
         _require_supported(args)
         return functools.partial(_TRAINERS[args.rlhf_type], stored=stored_reference(self._options, self._reference(args)))
 

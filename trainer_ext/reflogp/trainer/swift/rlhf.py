@@ -3,8 +3,8 @@
     swift rlhf --rlhf_type dpo …                                           becomes
     python -m reflogp.trainer.swift.rlhf --reflogp.store ./logps --rlhf_type dpo …
 
-ms-swift's own command starts the training processes, with torchrun whenever `swift rlhf` would use it. The only difference is
-that each process runs `reflogp.trainer.swift.process`.
+ms-swift's own command starts the training processes, with torchrun whenever `swift rlhf` would use it. The only difference from
+`swift rlhf` is that each process runs `reflogp.trainer.swift.process`.
 """
 
 from __future__ import annotations

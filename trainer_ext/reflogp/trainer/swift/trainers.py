@@ -22,7 +22,7 @@ class EncodedRows:
     """A TokenDataset that reads an ms-swift dataset, which encodes each row when the row is read.
 
     A row has one sequence in the columns that begin with `chosen_`, and one in those that begin with `rejected_`. For KTO, the
-    `rejected_` sequence is the KL sequence.
+    `rejected_` sequence is the one for the KL term: the prompt with the completion of another row.
 
     Raises UsageError for rows with images, videos or audio, in the constructor or while the rows are read.
     """
@@ -32,7 +32,9 @@ class EncodedRows:
         raw: Any = getattr(dataset, "dataset", None)  # a LazyLLMDataset has this attribute
         for column in set(_MEDIA) & set(getattr(raw, "column_names", None) or ()):
             if any(_has(value) for value in raw[column]):
-                raise UsageError(f"the dataset has {column}, but with ms-swift, stored values are supported only for text")
+                raise UsageError(
+                    f"the dataset has {column}, but with ms-swift, stored values are supported only for text: use `swift rlhf`"
+                )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -42,7 +44,10 @@ class EncodedRows:
             row = self._dataset[number]
             others = [name for name in row if _without_side(name) not in _OF_TEXT and _is_tensor(row[name])]
             if others:
-                raise UsageError(f"row {number} has {others[0]}, but with ms-swift, stored values are supported only for text")
+                raise UsageError(
+                    f"row {number} has {others[0]}, but with ms-swift, stored values are supported only for text: use "
+                    "`swift rlhf`"
+                )
             sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
             yield [labelled(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
 
@@ -83,8 +88,8 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
     """ms-swift's DPO trainer, with reference log-probs from a store or a service."""
 
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
-        """Return a batch's stored sums as two float32 tensors of shape (B,): one for the chosen rows, one for the rejected
-        rows."""
+        """Return the sums of the stored log-probs of a batch's completions, as two float32 tensors of shape (pairs,): one for
+        the chosen completions, and one for the rejected completions."""
         sums, tokens = self._sums(batch, "")
 
         def policy() -> torch.Tensor:
@@ -99,7 +104,7 @@ class StoredKTOTrainer(_Stored, KTOTrainer):
     """ms-swift's KTO trainer, with reference log-probs from a store or a service."""
 
     def get_batch_loss_metrics(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Add the stored sums to the batch, under the column names that TRL reads, and then compute the loss."""
+        """Add the sums of the stored log-probs to the batch, under the names that TRL reads, and compute the loss."""
         label = torch.tensor(batch["label"])
         own, own_tokens = self._sums(batch, "completion_")
         given, sums, tokens = {"reference_logps": own}, [own[label], own[~label]], [own_tokens[label], own_tokens[~label]]

@@ -64,7 +64,7 @@ class LocalWorkers:
         return [self._begin(place) for place in free]
 
     def look(self, is_any_placed: bool) -> None:
-        """Do nothing, because a local worker's Place is known from the start. See Workers.look."""
+        """Do nothing, because a local worker starts without waiting for resources. See Workers.look."""
 
     def _begin(self, place: Place) -> _LocalWorker:
         choice = asdict(replace(self._choice, device=place.device))

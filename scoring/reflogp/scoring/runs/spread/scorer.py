@@ -1,6 +1,6 @@
 """Score misses on several workers: send units to workers that have room, replace lost workers, and retry their units.
 
-All methods are called from the run's thread. ParallelScorer.score returns as soon as there is room for more misses.
+All methods of ParallelScorer are called from the run's thread. Its `score` returns as soon as there is room for more misses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Worker(Protocol):
     """
 
     def place(self) -> Future[str]:
-        """Return a description of where the worker runs, as soon as this is known."""
+        """Describe where the worker runs. The future has a result as soon as this is known."""
 
     def prepare(self) -> Future[dict[str, Any]]:
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
@@ -55,7 +55,7 @@ class Worker(Protocol):
         """Score and commit a unit; see UnitScorer.score."""
 
     def peak(self) -> Future[float | None]:
-        """Return the device's peak matrix product rate; see Engine.peak_flops_per_second."""
+        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
@@ -94,7 +94,7 @@ class _Member:
 
     Attributes:
         asked: the future that the worker's `place` returned; once it has a result, the future that `prepare` returned.
-        name: description of where the worker runs; empty until the worker is placed.
+        name: description of where the worker runs; empty until this is known.
         flying: units whose results have not arrived yet, oldest first; each with the future of its result and the time when it
             was sent.
         landed_at: time when the worker's latest result arrived.
@@ -210,8 +210,8 @@ class ParallelScorer:
     def work(self) -> Work:
         """See Scorer.work.
 
-        The number of workers changes during a run, so `peak` is the engines' mean rate, multiplied by the average number of
-        engines.
+        The number of workers can change during a run, so `peak` is the mean of the engines' peak rates, multiplied by the
+        average number of engines.
         """
         ready = [member for member in self._members if member.is_ready]
         done, _ = wait([member.worker.peak() for member in ready], timeout=_PEAK_SECONDS)
@@ -252,7 +252,7 @@ class ParallelScorer:
             self._turn(callbacks, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
 
     def _turn(self, callbacks: OutcomeCallbacks, patience: float) -> None:
-        """Send units to engines that have room, and take the results that arrive within `patience` seconds."""
+        """Send units to engines that have room, and take workers' results; wait for the first at most `patience` seconds."""
         self._keep_up_workers()
         self._give(callbacks)
         if self._own is not None:
@@ -417,7 +417,7 @@ class ParallelScorer:
         """Send no more units to workers and continue with this process's engine; raise EngineError if there is none."""
         if self._own is None:
             raise EngineError(why)
-        warnings.warn(f"{why}; the run continues without workers", stacklevel=2)
+        warnings.warn(f"{why}; the run continues with this process's engine only", stacklevel=2)
         self._alone = True
 
     def _note_busy(self) -> None:
@@ -444,7 +444,7 @@ class ParallelScorer:
 
 
 def _named(place: str, error: Exception) -> ReflogpError:
-    """Return a worker's error as an error whose message says where the worker runs."""
+    """Convert a worker's error to a UsageError or EngineError whose message says where the worker runs."""
     kind = UsageError if isinstance(error, UsageError) else EngineError
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")

@@ -34,8 +34,8 @@ class Unit:
 
     Attributes:
         again: True if the unit is retried after the loss of a worker; the store may already have some of its sequences.
-        suspect: True if a worker died while it had the unit, or the larger unit from which this one was split; a sequence of
-            the unit may be the cause.
+        suspect: True if a worker died while it had this unit or a larger unit from which this one was split; a sequence of this
+            unit may be the cause.
         deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
@@ -66,11 +66,11 @@ class UnitQueue:
         """Remove and return the next unit, or None if there is none.
 
         Units to retry come first. A new unit has up to `size` sequences. Sequences with the same prompt are split across units
-        only if there are more than `size` of them.
+        only if there are more than `size` of them, or if their images are too large for one unit.
 
         Args:
             size: maximum number of sequences in a new unit.
-            suspects: whether the unit may be one on which a worker died.
+            suspects: False skips suspect units; see Unit.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -91,7 +91,7 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Return True if a worker died on the next unit, or on the larger unit from which it was split."""
+        """Return True if the first unit to retry is suspect; see Unit."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
@@ -100,7 +100,7 @@ class UnitQueue:
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """Split a unit on which a worker died into halves, and queue both halves ahead of all other units.
+        """Halve a unit on which a worker died, and queue both halves ahead of all other units.
 
         A unit with a single sequence is queued again when a worker dies on it for the first time. After the second death, it is
         not queued again, and its sequence is returned.
@@ -123,7 +123,7 @@ def _prompt(miss: Miss) -> bytes:
 
 
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
-    """Add a miss's images to a unit's `images` (digest -> size in bytes). If they do not all fit, add none; return False."""
+    """Add a miss's images to a unit's `images` (digest -> size in bytes). If they do not all fit, add none and return False."""
     own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
     both = images | own
     if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:
@@ -143,8 +143,8 @@ class Rate:
 
         Args:
             sequences: number of sequences in the unit.
-            seconds: how long the worker was busy with only this unit; 0 if the unit was scored in the same pass as the unit
-                before it.
+            seconds: time until the unit's result arrived, counted from the worker's previous result, or from the time when the
+                unit was sent if that is later; about 0 if both results come from the same pass.
         """
         kept = 0.5 ** (seconds / _HALVED_SECONDS)
         self._sequences = kept * self._sequences + sequences
@@ -158,13 +158,14 @@ class Rate:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences for the next unit.
 
-    The number is a share of the remaining sequences, but at least as many as a worker scores in 2 seconds, and at most as many
-    as it scores in 30 seconds. It also never exceeds the number of remaining sequences per worker, unless that is less than 8.
+    The number is a quarter of one worker's share of the remaining sequences, but at least as many as a worker scores in 2
+    seconds, and at most as many as it scores in 30 seconds. It never exceeds the worker's whole share, unless this share is
+    less than 8.
 
     Args:
         left: approximate number of sequences that have not been sent to a worker yet.
         workers: number of workers that share these sequences.
-        per_second: sequences that a worker scores per second; None before the first unit.
+        per_second: number of sequences that a worker scores per second; None before the first result.
         most: maximum number of sequences in a unit.
     """
     if per_second is None:

@@ -251,12 +251,13 @@ class UnitScorer:
 
         Args:
             content: the unit, as the bytes that `encode` returned.
-            again: True if a lost worker may already have stored some of the sequences. Stored sequences are not computed again.
+            again: True if a lost worker may already have committed values of some of the sequences. Sequences whose values are
+                in the store are then not scored again.
 
         Returns:
             A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of a snapshot with
             the values of all other sequences; None if there are no such sequences) and "operations" (counts of the operations
-            since the previous call returned).
+            that the engine has performed since the previous call returned).
 
         Raises any error of the engine or the store. Raises EngineError if the worker was stopped before it finished the unit;
         the values computed by then are committed.
@@ -335,7 +336,7 @@ class _Asked:
 
     Attributes:
         problems: index of a sequence -> reason why it has no values.
-        snapshot: number of the snapshot that contains the values of the other sequences; None if there is none yet.
+        snapshot: number of a snapshot that contains all values that the store has for the unit so far; None if it has none.
         left: number of sequences that have neither values in the store nor a problem yet.
     """
 
@@ -384,7 +385,7 @@ class ScoringWorker:
         if found.reference_id != wanted.reference_id:
             raise UsageError(
                 f"{self._model} is a different model on this worker's machine: reference {found.reference_id}, "
-                f"not {wanted.reference_id}"
+                f"not {wanted.reference_id}; use the same weights on every machine"
             )
         table = Store(self._store).table(wanted.reference_id)
         vision = VisionCache(str(folder), self._choice.trust_remote_code)
