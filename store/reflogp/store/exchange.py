@@ -33,7 +33,7 @@ from reflogp.store.table import LogprobTable
 from reflogp.store.texts import shortened
 
 README_FILE, CONTENTS_FILE, _DATA = "README.md", "contents.json", "data"
-_DATA_FILE = re.compile(rf"{_DATA}/part-[0-9]{{5,}}\.parquet")
+DATA_FILE = re.compile(rf"{_DATA}/part-[0-9]{{5,}}\.parquet")
 _IMPORT_ROWS = 65_536
 _MOST_CONTENTS_BYTES = 16 << 20
 _MOST_PROVENANCE_BYTES = 64 << 10
@@ -70,7 +70,7 @@ class Contents:
             contents = cls(**{**found, "files": dict(found["files"])})
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
                 raise ValueError("the value of 'rows' or 'reference_id' has the wrong type")
-            if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
+            if others := [name for name in contents.files if name != REFERENCE_FILE and not DATA_FILE.fullmatch(name)]:
                 raise ValueError(f"an export cannot contain a file named {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read: {sentence(error)}") from error

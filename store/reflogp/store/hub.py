@@ -20,7 +20,16 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import CONTENTS_FILE, README_FILE, Contents, Imported, export_table, import_folder, sha256_of
+from reflogp.store.exchange import (
+    CONTENTS_FILE,
+    DATA_FILE,
+    README_FILE,
+    Contents,
+    Imported,
+    export_table,
+    import_folder,
+    sha256_of,
+)
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence, split_table_uri
 from reflogp.store.store import REFERENCE_FILE, Store
@@ -324,7 +333,7 @@ class _Repository:
         """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
-            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing; push with --replace to write it again")
+            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing; to repair it, push again with --replace")
         with told(self.place):
             self._api.snapshot_download(
                 self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
@@ -334,7 +343,7 @@ class _Repository:
         if damaged := contents.damaged(folder):
             raise UsageError(
                 f"{self.place} is damaged: the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}; "
-                "push with --replace to write it again"
+                "to repair it, push again with --replace"
             )
         return folder
 
@@ -344,14 +353,15 @@ class _Repository:
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
-        old = set(there.data) - set(ours.data) if there is not None else set()
+        # Without a readable contents.json, every file that has the name of an exported shard is taken for one.
+        before = there.data if there is not None else filter(DATA_FILE.fullmatch, self._sha256)
         with told(self.place):
             done = self._api.upload_folder(
                 repo_id=self.place.repository,
                 repo_type="dataset",
                 folder_path=folder,
                 ignore_patterns=[README_FILE] if card_is_theirs else None,
-                delete_patterns=sorted(old & self._sha256.keys()) or None,
+                delete_patterns=sorted((set(before) - set(ours.data)) & self._sha256.keys()) or None,
                 commit_message=f"{ours.rows:,} sequences of reference {ours.reference_id}",
                 parent_commit=self.commit,
             )
@@ -379,7 +389,7 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise UsageError(
                 f"{repository.place} is damaged: {name} cannot be read ({sentence(error)}); "
-                "push with --replace to write it again"
+                "to repair it, push again with --replace"
             ) from error
     if lacking:
         raise UsageError(
