@@ -533,6 +533,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
     os.mkfifo(tmp_path / "fifo.png")
     user = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     own = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "?"}]}]
+    tool = [{"role": "user", "content": [{"type": "text", "text": "?"}]}, {"role": "tool", "content": [{"type": "image"}]}]
     video = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
     return {
         "truncated": (pair("?", [png[:60]]), "decoded"),
@@ -558,6 +559,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "more placeholders": ({**pair("?", []), "prompt": user}, "1 placeholder"),
         "fewer placeholders": ({**pair("?", [png, png]), "prompt": user}, "2 images"),
         "an own image": ({**pair("?", [png]), "prompt": own}, "contains an image"),
+        "an image of a tool": ({**pair("?", [png]), "prompt": tool}, "the role tool contains an image"),
         "a video": ({**pair("?", [png]), "prompt": video}, "video"),
         "a placeholder in the answer": (pair("?", [png], chosen="see <image>"), "the processor fails for this row"),
         "no prompt": ({name: value for name, value in pair("?", [png]).items() if name != "prompt"}, "needs a prompt"),

@@ -35,8 +35,8 @@ def service(tmp_path, reference_folder, warm_python):
 
 
 def helping(service):
-    """Lines of the log that say that a worker helps another one."""
-    return [line for line in list(service.log) if " helps worker " in line]
+    """Lines of the log that say that a worker was asked to help another one."""
+    return [line for line in list(service.log) if " to help worker " in line]
 
 
 def values_are_those_of_one_engine(file, folder, tmp_path):

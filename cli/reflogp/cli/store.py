@@ -114,7 +114,7 @@ def verify_(
     repaired = with_repair and bool(damaged)
     if as_json:
         print_json({"store": store.uri, "damaged": damaged, "repaired": repaired, "failed": tables.failed})
-    elif not damaged:
+    elif not damaged and not tables.failed:
         out.print(f"{store.uri}: every log entry and every shard is intact")
     if damaged and not repaired:
         err.print("--repair repairs the log and drops the damaged shards; the next `reflogp score` scores their rows again")

@@ -79,7 +79,7 @@ class Helping:
             least = _LEFT_SECONDS if is_loaded else _LEFT_TO_LOAD_SECONDS
             if worker.number in self._helps or self._failures[worker.number, claim.id] >= _FAILURES or is_full or left < least:
                 continue
-            logger.info("worker %d helps worker %d with a job", worker.number, owner, extra={"job": claim.id})
+            logger.info("asked worker %d to help worker %d with a job", worker.number, owner, extra={"job": claim.id})
             self._helps[worker.number] = _Help(claim.id, owner)
             worker.send({"op": "help", "order": asdict(HelpOrder(claim.id, claim.reference_id, claim.poison))})
 

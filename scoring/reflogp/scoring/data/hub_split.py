@@ -162,6 +162,8 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
         text = " ".join(str(error).partition("Example of usage")[0].split())
         raise DatasetError(f"`datasets` cannot load the dataset: {shortened(text)}") from error
     splits = builder.config.data_files or {}
+    if not splits:
+        raise DatasetError("the dataset has no data files")
     if split not in splits:
         raise DatasetError(f"the dataset has no split {split!r}; choose from {', '.join(map(str, splits))}")
     plain = type(builder.config)()

@@ -97,7 +97,9 @@ class ImageDecoder:
                     break
                 status, still = self._end(child), child.still
                 child = None
-                if status == -signal.SIGPROF or still:
+                if still:
+                    raise RowError(f"decoding the image made no progress for {STILL * SECONDS:g} s")
+                if status == -signal.SIGPROF:
                     raise RowError(f"decoding the image took more than {SECONDS:g} s of processor time")
                 if status == OUT_OF_MEMORY:
                     raise RowError(_TOO_MUCH_MEMORY)

@@ -102,13 +102,9 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
             placed |= role == "user"
             message = {**message, "content": [*parts, {"type": "text", "text": content}]}
         found.append(message)
-    parts = [
-        part
-        for message in found
-        if isinstance(message.get("content"), list) and message["role"] != "tool"
-        for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "image"
-    ]
+    if any(_images_in(message) for message in found if message["role"] == "tool"):
+        raise RowError("a message with the role tool contains an image; only messages with other roles can contain images")
+    parts = [part for message in found for part in _images_in(message)]
     if any(part.get("image") is not None for part in parts):
         raise RowError("a content part contains an image; put the images in a column named images")
     if len(parts) != images:
@@ -117,6 +113,10 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
     if other is not None:
         raise RowError(f"the row contains {other}, but only text and images can be scored")
     return found
+
+
+def _images_in(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in _parts(message) if isinstance(part, dict) and part.get("type") == "image"]
 
 
 def _parts(message: dict[str, Any]) -> list[Any]:

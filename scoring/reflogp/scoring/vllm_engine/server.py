@@ -194,6 +194,8 @@ class VllmServer:
         """Return the server's name for the model, and the maximum length in tokens of a sequence that the server can score."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
+        if not served:
+            raise UsageError(f"{self._place.url} serves no model; start `vllm serve` with the reference model")
         if name is None and len(served) != 1:
             raise UsageError(f"{self._place.url} serves {len(served)} models: name one with --served-model ({_some(served)})")
         name = name or next(iter(served))
