@@ -414,7 +414,7 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
         scored = [(Sequence(prompt[:5], prompt[5:]), np.zeros(10, np.float32)) for prompt in prompts]
         writes.put(REFERENCE.reference_id, {"engine": "test"}, scored)
         assert writes._tokens <= 1000
-    assert "not stored" in caplog.text
+    assert "did not store" in caplog.text
     goes_on.set()
     wait_until(lambda: writes._tokens == 0)
     writes.close()

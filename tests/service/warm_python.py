@@ -45,18 +45,18 @@ class WarmPython:
 
     Args:
         folder: for the launcher and the zygote's socket; a short path.
-        modules: imported before anything is forked.
     """
 
-    def __init__(self, folder: Path, modules: list[str] = MODULES) -> None:
+    def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "zygote")
         self._executable = str(folder / "python")
         launcher = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         launcher += f"from warm_python import launch; launch({self._socket!r})\n"
         Path(self._executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
         Path(self._executable).chmod(0o700)
-        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self._executable, *modules]
+        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self._executable]
         self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._zygote.wait()  # it goes on in a process that is no child of this one: tests count and kill their children
         self._ready = False
 
     @property
@@ -75,7 +75,9 @@ class WarmPython:
 
     def close(self) -> None:
         """End the zygote and every program that still runs."""
-        self._zygote.communicate()
+        assert self._zygote.stdin and self._zygote.stdout
+        self._zygote.stdin.close()
+        self._zygote.stdout.read()  # ends with the zygote
 
 
 def launch(place: str) -> None:
@@ -215,20 +217,21 @@ def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     os._exit(status)
 
 
-def _main(place: str, executable: str, *modules: str) -> None:
+def _main(place: str, executable: str) -> None:
     import gc
     import importlib
 
-    answers = os.fdopen(os.dup(1), "w")
+    if os.fork():
+        os._exit(0)
+    answers = os.fdopen(os.dup(1), "w")  # ends with this process: no program has it
     os.dup2(2, 1)  # what imports print is no answer
     sys.path.pop(0)  # this folder
     sys.executable = executable  # of the programs that a program starts
-    for module in modules:
+    for module in MODULES:
         importlib.import_module(module)
     gc.freeze()
     zygote = _Zygote(place)
     print("ready", file=answers, flush=True)
-    answers.close()
     zygote.run()
     os._exit(0)
 
