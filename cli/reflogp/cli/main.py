@@ -43,9 +43,11 @@ A first run:
 
     reflogp score ./sft-model pairs.jsonl --store ./logps
 
+Then pass the store to CachedDPOTrainer (reflogp.trainer). For other trainers, write the values to a copy of the dataset:
+
     reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
 
-Then pass the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole process on example data;
+[bold]reflogp demo[/bold] shows the whole process on example data;
 [bold]reflogp doctor[/bold] checks the installation and says what is missing.
 
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values, 130 interrupted.""",

@@ -93,7 +93,7 @@ class WorkerHandle:
 
     @property
     def outgoing_bytes(self) -> int:
-        """Number of bytes sent to the worker that it has not read yet, including those kept for its next process."""
+        """Number of bytes that the worker has not read yet: those sent to its process, plus those kept for its next process."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:

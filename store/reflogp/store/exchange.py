@@ -195,8 +195,8 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
             then written.
 
     Returns:
-        An Imported with the number of rows in the export, the number of rows written, and the number of a snapshot that
-        contains all the rows.
+        An Imported with two counts, of the rows in the export and of the rows written, and the snapshot number of a snapshot
+        that contains all the rows.
 
     Raises:
         UsageError: the folder is not an export, or its rows are invalid. Nothing is written.

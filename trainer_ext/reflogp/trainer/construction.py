@@ -56,7 +56,7 @@ class ReferenceDuringTraining(NoReferenceModel):
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:
     """Raise UsageError if a reference model is passed to a trainer that uses stored values."""
     if ref_model is not None:
-        raise UsageError(f"{trainer} takes reference=, not ref_model=: pass no reference model, because none is needed")
+        raise UsageError(f"{trainer} needs no reference model, because its log-probs come from `reference`: remove ref_model")
 
 
 @contextmanager

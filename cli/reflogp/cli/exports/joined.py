@@ -88,7 +88,7 @@ def read_pairs(file: Path) -> JoinedPairs:
     except FileNotFoundError as error:
         raise UsageError(f"there is no file {file}") from error
     except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
-        raise UsageError(f"{file} is not a Parquet file that `reflogp join` or a job wrote: {error!r}") from error
+        raise UsageError(f"{file} was not written by `reflogp join` or `reflogp jobs result`: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
         raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
     is_result = ROW_COLUMN not in names and "error" in names

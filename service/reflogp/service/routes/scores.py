@@ -70,8 +70,8 @@ class ScoreAnswer(BaseModel):
     reference_id: str = Field(description="Id of the reference whose values are returned.")
     hits: int = Field(description="Number of sequences whose values came from the store.")
     engine_seconds: float = Field(
-        description="Seconds from the start of the computation to the last value of this request. The worker may compute "
-        "several requests together."
+        description="Seconds from the start of the computation to the last value of this request. If the worker computes "
+        "several requests together, the time can include work on the other requests."
     )
     queue_seconds: float = Field(description="Seconds that the request waited in the worker's queue.")
     token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")

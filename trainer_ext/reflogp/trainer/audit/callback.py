@@ -79,8 +79,8 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError to stop the run; "warn" logs a warning instead.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
-            log-probs were computed in a different dtype than the policy's.
+            tolerance depends on the dtypes of the policy and the reference, and is larger for mixtures of experts; and the
+            run is also stopped if the reference log-probs were computed in a different dtype than the policy's.
         spot_rows: maximum number of rows that `spot_check` scores again.
 
     Attributes:

@@ -134,8 +134,12 @@ def names_reference(options: argparse.Namespace) -> bool:
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error to raise if the framework's setting `setting` may make its reference differ from the model that its
-    setting `model` names."""
+    """Return the error for a framework setting that may change the reference.
+
+    Args:
+        setting: name of that setting.
+        model: name of the setting that otherwise determines the reference model.
+    """
     return UsageError(
         f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
