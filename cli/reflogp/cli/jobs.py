@@ -27,7 +27,7 @@ from reflogp.cli.console import (
 from reflogp.client.client import Client
 from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
-from reflogp.store.texts import visible
+from reflogp.store.texts import counted, visible
 
 #: Minimum width, in characters, of a terminal that fits all columns of a job list.
 _WIDE = 120
@@ -208,13 +208,13 @@ def _outcome(job: Job) -> list[str]:
         return [f"job {job.id} failed: {job.error}"]
     if job.state != "done" or job.summary is None:
         return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
-    counted = {
+    counts = {
         name: job.summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")
     }
     told = f"{job.summary.get('rows', 0):,} rows, {job.summary.get('sequences', 0):,} sequences: "
-    told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counted.items() if n or name in ("hits", "scored"))
+    told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n or name in ("hits", "scored"))
     lines = [told]
-    if counted["scored"]:
+    if counts["scored"]:
         tokens, rate = job.summary.get("tokens", 0), job.summary.get("tokens_per_second", 0)
         lines.append(f"{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
     return [*lines, f"reference {job.reference_id}, snapshot {job.summary.get('snapshot')}"]
@@ -234,7 +234,7 @@ def _describe(job: Job) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     settings = {name: value for name, value in job.settings.items() if value not in (None, "") and name != "reference"}
-    done = f"{now.done:,} of {now.sequences:,} sequences: {now.hits:,} hits, {now.scored:,} scored"
+    done = f"{now.done:,} of {now.sequences:,} sequences: {counted(now.hits, 'hit')}, {now.scored:,} scored"
     rows = {
         "job": job.id,
         "reference": f"{job.settings.get('reference')} ({job.reference_id})",

@@ -58,7 +58,7 @@ class Scores:
         values = sum(map(len, self.token_logps))
         return short_repr(
             "Scores",
-            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {self.hits:,} hits",
+            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {counted(self.hits, 'hit')}",
             f"{self.engine_seconds:.2f} s computing, {self.queue_seconds:.2f} s in the queue",
             f"reference {self.reference_id}",
         )
