@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data twice, train on the stored values and plot them, all without a network.
 
-The demo performs the steps that a user would perform, in the same order.
+The demo follows the steps of a real training run with reflogp, in their order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def demo(
     ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
-    dtype: Annotated[str, typer.Option(help="Compute dtype, as for `reflogp score`.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: a value of `reflogp score --dtype`, except auto.")] = "float32",
 ) -> None:
-    """Show a complete run: score real pairs twice (the second time from the store), train with DPO, and plot the values.
+    """Show a complete run: score real pairs, read their values from the store, train with DPO, and plot the values.
 
     The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, pass --model and
     --data.
@@ -105,15 +105,15 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. The results of the trainer's checks, and the store, reference and "
-        f"snapshot of the values, are in {(folder / 'run' / 'reflogp_audit.json').resolve()}"
+        f"Done in {time.monotonic() - started:.0f} s. {(folder / 'run' / 'reflogp_audit.json').resolve()} contains the results "
+        "of the trainer's checks, and names the store, reference and snapshot that the values come from"
     )
 
 
 def shipped_data() -> Path:
     """Return the path of the example pairs.
 
-    In an installed wheel, the pairs are in the package's folder examples_data. In a checkout, they are in examples/data."""
+    In an installed wheel, the pairs are in reflogp/cli/examples_data. In a checkout, they are in examples/data."""
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():

@@ -37,9 +37,10 @@ class Finding:
 
     Attributes:
         what: the part of the installation that was checked.
-        state: "broken" if the user has to fix a problem; "note" for information that needs no action; otherwise "ok".
+        state: "broken" if the user has to fix a problem; "note" for a limitation that may not matter to the user, such as an
+            extra that is not installed; otherwise "ok".
         said: description of the result.
-        help: command or step that fixes the problem, or an empty string if there is nothing to fix.
+        help: command or step that fixes the problem or removes the limitation, or an empty string.
     """
 
     what: str
@@ -239,7 +240,8 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
         )
     elif answer.status_code in (401, 403):
         said = f"{url} does not accept the token" if token else f"{url} requires a token"
-        yield Finding("service", "broken", said, "pass --token, or set REFLOGP_TOKEN; `reflogp token` creates a token")
+        advice = "pass one of the service's tokens with --token or REFLOGP_TOKEN; `reflogp token` creates tokens"
+        yield Finding("service", "broken", said, advice)
     elif answer.status_code != 200:
         yield Finding(
             "service", "broken", f"{url} returned status {answer.status_code} for /v1/references", "see the service's log"

@@ -139,7 +139,7 @@ def engine_choice(
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference with the id `claim` in the store, or read it from the file `claim` (written by `reflogp reference`).
+    """Return the reference in the file `claim` (written by `reflogp reference`), or the stored reference with the id `claim`.
 
     Raises UsageError if the store has no reference with this id, or if the file is not valid.
     """

@@ -38,8 +38,8 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            help="Output path. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH; megatron-bridge: the artifact "
-            "folder; fairseq2: a .jsonl file.",
+            help="Output path. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH; megatron-bridge: the folder "
+            "for dataset.ref_artifact; fairseq2: a .jsonl file.",
         ),
     ],
     cache_hash: Annotated[
@@ -61,7 +61,7 @@ def export(
         Path | None,
         typer.Option(
             help="megatron-bridge: JSON file with the fields of Megatron-Bridge's expected_scoring_metadata(config). "
-            "The training run compares these fields with scoring_metadata.json."
+            "They are copied to scoring_metadata.json in the output, which the training run compares with its own config."
         ),
     ] = None,
     as_json: options.AsJson = False,
@@ -69,9 +69,9 @@ def export(
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
     Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, tokenize the
-    pairs with the stack itself. Then score and join a dataset of these token ids (prompt_ids, chosen_ids, rejected_ids) with
-    its rows in the order of the stack's training dataset. Every row needs values. If some rows have no values, this command
-    lists these rows, writes nothing, and exits with code 3.
+    pairs with the stack itself, and write a dataset of these token ids (prompt_ids, chosen_ids, rejected_ids), with its rows in
+    the order of the stack's training dataset. Then score and join this dataset. Every row needs values. If some rows have no
+    values, this command lists these rows, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 

@@ -128,7 +128,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a completed job's result: each row's reference log-probs and sequence keys, or the reason why it has no values.
+    """Save a completed job's result: each row's reference log-probs and sequence keys, or the reason why the row has no values.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -147,8 +147,7 @@ def watched(client: Client, job: str) -> Job:
     Each change of state is printed too. If stderr is not a terminal, a line with the progress is printed every 30 seconds
     instead of the bar.
 
-    The rate and the remaining time come from the service. This process cannot calculate them, because it may start to follow a
-    job that is already running.
+    The service calculates the tokens per second and the remaining time, because the job may have started before this process.
     """
     columns = (
         SpinnerColumn(),

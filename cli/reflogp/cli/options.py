@@ -19,8 +19,8 @@ Model = Annotated[str, typer.Argument(help="Reference model: a folder with confi
 Data = Annotated[
     str,
     typer.Argument(
-        help="Dataset: a JSON Lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files, a folder written "
-        "by datasets.save_to_disk, the name of a dataset on the Hub, or one file on the Hub: "
+        help="Dataset: a JSON Lines, JSON or CSV file (may be .gz), a Parquet or Arrow file, a folder of such files, a folder "
+        "written by datasets.save_to_disk, the name of a dataset on the Hub, or one file on the Hub: "
         "hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
@@ -40,7 +40,7 @@ StoreDtype = Annotated[
 ]
 LmHeadDtype = Annotated[
     str | None,
-    typer.Option(help="Dtype of the logits: float32. Default: the model's compute dtype. Part of the reference id."),
+    typer.Option(help="Dtype of the logits: float32, or the model's compute dtype (the default). Part of the reference id."),
 ]
 MaxLength = Annotated[
     int | None,

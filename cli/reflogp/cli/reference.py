@@ -36,7 +36,7 @@ def reference(
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
     """Return a model's local folder and its reference. If no dtype was given, print which dtype was chosen, and why.
 
-    If digests of the weights are not cached, the weights are hashed, and a progress bar is shown. For the parameter `otherwise`
+    If the digests of the weights are not cached, hash the weights and show a progress bar. For the parameter `otherwise`
     and the errors, see `choose_reference`.
     """
     folder = resolve_model(arguments.model, arguments.revision)

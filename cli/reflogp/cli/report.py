@@ -28,12 +28,13 @@ def report(
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write an HTML report, with PNG charts, on whether a scored dataset is suitable for training with this reference.
+    """Write an HTML report, with PNG charts, on whether a scored dataset and its reference are suitable for training.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
-    are colored by log-prob. The page also shows, for several values of max_length, what percentages of the rows and of the
-    completion tokens would be cut, and lists rows without values. This command does not load the model: it uses the tokenizer
-    in the model's folder and the values in the store. The exit code is 3 if some rows have no values.
+    are colored by log-prob. The page also shows, for several values of max_length, the percentage of rows that would be cut or
+    dropped and the percentage of completion tokens that would be lost, and lists rows without values. This command does not
+    load the model: it uses the tokenizer in the model's folder and the values in the store. The exit code is 3 if some rows
+    have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

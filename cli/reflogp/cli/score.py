@@ -66,7 +66,7 @@ def score(
     claim: engine_options.Claim = None,
     trust_claim: engine_options.TrustClaim = False,
     commit_sequences: Annotated[
-        int, typer.Option(min=1, help="Commit after this many sequences, but at least every 30 seconds.")
+        int, typer.Option(min=1, help="Commit values to the store after this many sequences, but at least every 30 seconds.")
     ] = 4096,
     as_json: options.AsJson = False,
 ) -> None:
@@ -107,8 +107,8 @@ def score(
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
         raise UsageError(
-            "--engine remote cannot be combined with --ray, because the server computes the values; use --concurrency to limit "
-            "concurrent requests"
+            "--engine remote cannot be combined with --ray, because the server computes the values; omit --ray, and use "
+            "--concurrency to limit concurrent requests"
         )
     opened = Store(arguments.store)
     rows = open_rows(arguments)

@@ -49,8 +49,8 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values for this reference. The
-            error's message contains the complete command that scores the dataset.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values from the model. The
+            message contains the complete command that scores the dataset.
         StoreError: the snapshot cannot be read.
     """
     rows = open_rows(arguments)

@@ -35,7 +35,10 @@ Uri = Annotated[str, typer.Argument(help=f"Store: {PLACES}.", metavar="URI")]
 ReferenceId = Annotated[
     str | None,
     typer.Option(
-        "--reference", help="Id of one reference, or the first characters of its id. Default: all references.", metavar="ID"
+        "--reference",
+        help="Id of one reference, or the first characters of its id. Default: all references or, for export and push, the "
+        "store's only reference.",
+        metavar="ID",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
@@ -167,9 +170,10 @@ def vacuum_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete shards that compaction has replaced, and files of crashed writers, if they are older than the retention period.
+    """Delete shards that compaction has replaced, and files of crashed writers, after a retention period.
 
-    Snapshots that need a deleted shard can no longer be read: an attempt fails with an error that explains why.
+    The period starts when a shard is replaced or a file is written. Snapshots that need a deleted shard can no longer be read:
+    an attempt fails with an error that explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -272,7 +276,7 @@ def pull_(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Add the log-probs in a dataset repository on the Hugging Face Hub to a store.
+    """Import log-probs into a store from a dataset repository on the Hugging Face Hub.
 
     The files' digests and all rows are checked before any row is added. Values already in the store are not replaced. If a pull
     is interrupted, run it again. Files that were already downloaded are not downloaded again.
@@ -291,7 +295,7 @@ def _print_imported(store: Store, done: Imported, as_json: bool) -> None:
     else:
         out.print(
             f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of reference {done.reference_id} "
-            "contains all of them"
+            "contains the complete import"
         )
 
 

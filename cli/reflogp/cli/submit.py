@@ -72,8 +72,8 @@ def submit(
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Key of your choice that identifies the job. Without a key, submitting the same data and settings again "
-            "returns the same job.",
+            help="Key of your choice that identifies the job. A new key creates a new job, even for the same data and "
+            "settings. Without a key, submitting the same data and settings again returns the same job.",
             metavar="KEY",
         ),
     ] = None,
@@ -131,7 +131,7 @@ def submit(
 def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> Dataset:
     found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
     if config is not None and (on_service or found is None):
-        raise UsageError(f"--dataset-config applies only to datasets on the Hub, but {data} is a path")
+        raise UsageError(f"--dataset-config applies only to datasets on the Hub, but {data} is a path: omit --dataset-config")
     if on_service:
         return ServicePath(data)
     if found is not None:

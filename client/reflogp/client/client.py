@@ -143,8 +143,8 @@ class Client:
         Args:
             path: a file whose suffix shows its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
                 .lz4), .parquet or .arrow.
-            name: name of the file on the service, with one of these suffixes. Default: the first characters of the file's
-                digest and the file's own name, so that different files with the same name do not replace each other.
+            name: name of the file on the service, with one of these suffixes. Default: the first 12 digits of the file's
+                digest, a hyphen and the file's own name, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
@@ -166,7 +166,7 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        A failed or cancelled job is queued again. If the earlier job is done but the data may have changed since then (because
+        If the earlier job failed or was cancelled, it is queued again. If it is done, but the data may have changed (because
         the dataset is on the Hub or at a URI, or its rows refer to image files), the service creates a new job, unless both
         submissions have the same `idempotency_key`.
 
@@ -238,7 +238,7 @@ class Client:
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Return the histograms, outliers and bad rows of a completed job.
+        """Return the report on a completed job's values: histograms, outliers, and the first 100 rows without values.
 
         Args:
             job: id of the job.

@@ -36,7 +36,7 @@ class RowsWithoutValuesError(ReflogpError):
     """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: why each row without values has none ("" if unknown), by row number, in ascending order.
+        reasons: dict from the number of each row without values to the reason ("" if unknown), in ascending order of numbers.
         rows: number of rows in the dataset.
     """
 
@@ -91,7 +91,10 @@ class NotAllowedError(ServiceError):
 
 
 class RequestRefusedError(ServiceError):
-    """The request is invalid (any 4xx status except 401, 403 and 429)."""
+    """The service refused the request, for example because it is invalid or names an unknown job.
+
+    The status is any 4xx status except 401, 403 and 429.
+    """
 
 
 class ServiceFailedError(ServiceError):

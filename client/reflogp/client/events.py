@@ -80,8 +80,8 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        After the timeout, raises DeadlineExceededError if no attempt has failed since the last state of the job was received,
-        otherwise the error of the last failed attempt.
+        After the timeout, raises DeadlineExceededError if a state of the job was received and no attempt has failed since then.
+        Otherwise, raises the error of the last failed attempt, or ServiceUnreachableError if no attempt has failed.
         """
         self._check_time()
         self._parser = EventParser()
@@ -89,7 +89,7 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the job's states from a chunk of the stream, without those that equal the state before them.
+        """Return the states of the job in a chunk of the stream, without any state that equals the previous one.
 
         Raises ServiceFailedError if an event cannot be read. After the timeout, raises an error as `call` does.
         """
@@ -116,8 +116,8 @@ class Following:
         """Return the number of seconds to wait before the stream is reopened.
 
         `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises an error
-        if the service refused the request, if TRIES attempts received no state of the job, if nothing has arrived for _AWAY
-        seconds, or, as `call` does, after the timeout.
+        if the service refused the request, if none of the first TRIES attempts received a state of the job, or if a state was
+        received but nothing has arrived for _AWAY seconds. After the timeout, raises an error as `call` does.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:
@@ -136,5 +136,6 @@ class Following:
         if self._failures or self._last is None:
             raise protocol.failure(self._url, self._cause)
         raise DeadlineExceededError(
-            f"job {self._id} is still {self._last.state} after {self._timeout:g} seconds; the job continues"
+            f"job {self._id} is still {self._last.state} after {self._timeout:g} seconds; the job continues on the service, so "
+            "you can wait for it again"
         )

@@ -80,7 +80,10 @@ def retry_call(job: str) -> protocol.Call:
 
 
 def check_settings(settings: JobSettings) -> None:
-    """Raise TypeError if `settings` contains a name that is not a job setting. Clients call this before uploads."""
+    """Raise TypeError if `settings` contains a name that is not a job setting.
+
+    Clients call this before they upload a dataset, so that a misspelled setting is reported at once.
+    """
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
         raise TypeError(
             f"unknown job setting {', '.join(sorted(unknown))}; choose from {', '.join(JobSettings.__annotations__)}"
@@ -88,9 +91,10 @@ def check_settings(settings: JobSettings) -> None:
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """If `dataset` is the "ORGANISATION/NAME" of a dataset on the Hugging Face Hub, return its URI; otherwise, return None.
+    """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME"; otherwise, None.
 
-    A file or folder with that name on this machine takes precedence, as in `reflogp score`.
+    Also returns None if a file or folder with that name exists on this machine, because it takes precedence, as in `reflogp
+    score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None
@@ -107,7 +111,7 @@ def submit_call(
     """Return the request that submits a job.
 
     The request is safe to repeat: the service recognizes the job by `idempotency_key` or, if that is None, by its reference,
-    its settings, and its dataset's content or URI.
+    its settings (except priority and title), and its dataset's content or URI.
     """
     where: dict[str, str]
     match dataset:
@@ -125,7 +129,7 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return the state that the service reports. A job that was running may not have stopped yet.
+    """Cancel a job, and return the Job that the service reports. If the job was running, it may not have stopped yet.
 
     The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """

@@ -143,9 +143,9 @@ class JobProgress:
         scored: number of sequences whose values were computed.
         bad_rows: number of rows so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.
-        tokens_per_second: scoring rate of the latest attempt.
-        seconds: running time so far, in seconds.
-        seconds_left: estimated seconds left at the current rate, or None while unknown.
+        tokens_per_second: current scoring rate, averaged over the last few seconds.
+        seconds: number of seconds since the latest attempt began.
+        seconds_left: estimated seconds left at the attempt's average rate, or None while unknown.
 
     Examples:
         >>> from reflogp.client import Client
@@ -172,7 +172,7 @@ class JobProgress:
     def line(self) -> str:
         """Return the progress as one human-readable line."""
         return (
-            f"{self.done:,} of {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
+            f"{self.done:,} of {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}, {self.scored:,} scored"
             + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
             + (f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens else "")
             + (f", {self.seconds_left:,.0f} s left" if self.seconds_left is not None else "")
@@ -194,9 +194,9 @@ class Job:
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job is waiting for.
         error: why the job failed.
-        summary: the same content that `reflogp score --json` prints for a run, or None if the job is not done.
+        summary: a dict that includes the fields that `reflogp score --json` prints, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
-        finished_at: time when the job was done, failed or was cancelled, or None before that time.
+        finished_at: time when the job was completed, failed or was cancelled, or None if it has not ended.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token with which the job was submitted; empty if `dataset` is empty.
         throughput: list of pairs (seconds since the latest attempt began, tokens per second).

@@ -345,8 +345,9 @@ def is_busy(answer: Outcome) -> bool:
 def pause_seconds(answer: Outcome, attempt: int) -> float:
     """Return the number of seconds to wait before the next attempt, at most LONGEST_PAUSE.
 
-    If the response has a Retry-After header, this is its value plus a small random number. Otherwise, it is a random number
-    whose maximum doubles with every failed attempt. Random numbers keep clients from all retrying at the same time.
+    If the response has a Retry-After header, the pause is the header's value plus a small random number. Otherwise, the pause
+    is a random number whose maximum doubles with every failed attempt. The random numbers keep clients from all retrying at the
+    same time.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():

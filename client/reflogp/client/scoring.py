@@ -170,7 +170,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return, for each sequence, the number of tokens in the sequences before it, then the total: int64 of shape (n + 1,)."""
+    """Return the number of tokens before each of the n sequences, followed by the total number: int64 of shape (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)
@@ -178,7 +178,7 @@ def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def _lists(ids: TokenIds, name: str) -> pa.ListArray:
-    """Convert lists of token ids to list<uint32>. Raises UsageError if they are not lists of token ids."""
+    """Return lists of token ids as an Arrow list<uint32> array. Raises UsageError if `ids` contains anything else."""
     try:
         return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
     except (pa.ArrowException, TypeError) as error:

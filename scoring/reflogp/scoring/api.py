@@ -58,8 +58,8 @@ def score(
             of dicts.
         store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: dtype in which the model computes: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast".
-            The dtype is part of the reference id. "auto" uses the dtype of this model's stored values. If the store has
-            no values of this model, "auto" means bfloat16, or float32 without a GPU.
+            The dtype is part of the reference id. "auto" uses the dtype in which this model's stored values were computed. If
+            the store has no values of this model, "auto" means bfloat16, or float32 without a GPU.
         max_length: maximum number of tokens in prompt and completion together, as in the trainer's config; None for no limit.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
         tokenizer: the trainer's tokenizer, if it differs from the model's: a tokenizer object, a folder or a hub id. Pass an
@@ -141,8 +141,8 @@ def join(
         model: the reference model that was passed to `score`.
         dataset: see `score`.
         store: see `score`.
-        dtype: dtype in which the values were computed. "auto" uses the dtype of this model's stored values, which must
-            then all have the same dtype.
+        dtype: dtype in which the values were computed. "auto" uses the dtype in which this model's stored values
+            were computed, which must be the same for all of them.
         max_length: the trainer's max_length; see `score`.
         truncation_mode: the trainer's truncation_mode; see `score`.
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; None to give all tokens the
@@ -154,12 +154,12 @@ def join(
     Returns:
         A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. If
         `dataset` is a stream (IterableDataset), its rows are joined while the result is read, so errors about rows are raised
-        only then; read such a result in a single process.
+        only then. Read a joined stream in a single process: with a DataLoader, set num_workers to 0 or 1.
 
     Raises:
         NotScoredError: `on_miss` is "error", and some rows have no values or cannot be used. The message lists up to ten of
             them.
-        ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
         UsageError: see `score`.
 
     Examples:
@@ -229,7 +229,7 @@ def report(
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output folder contains files that do not belong to a report.
-        ReferenceNotFoundError, StoreNotFoundError: no values of this model have been stored.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
 
     Examples:
         >>> from reflogp.scoring import report
@@ -305,7 +305,8 @@ def _tokenizer(
 ) -> Callable[[], PreTrainedTokenizerBase]:
     """Return a function that returns the tokenizer.
 
-    If `tokenizer` is a folder or a hub id, the function loads that tokenizer; if `tokenizer` is None, the one in `folder`.
+    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from it; if `tokenizer` is None, from `folder`. A
+    tokenizer object is returned unchanged.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)

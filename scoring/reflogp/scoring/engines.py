@@ -56,10 +56,11 @@ class Engine(Protocol):
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can be used for other work between two passes. The service's workers need such an engine.
+    """An engine that can score other sequences between two passes: the service's workers score online requests between two
+    passes of a job.
 
     Attributes:
-        token_budget: approximate number of tokens in a full pass. Adding requests to a full pass saves no time.
+        token_budget: approximate number of tokens in a full pass. Adding sequences to a full pass saves no time.
         pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
@@ -87,8 +88,8 @@ class PassEngine(Engine, Protocol):
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups as they arrive; see Engine.flow.
 
-        Before each pass, call `before` with the indices of the pass's sequences. Between two yields, the caller may use the
-        engine for other work.
+        Before each pass, call `before` with the indices of the pass's sequences. Between two yields, the caller may score
+        other sequences with the engine.
         """
 
 
@@ -144,7 +145,7 @@ class EngineChoice:
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
-        """Return the dtype for a model that has no values in the store: "float32" if this engine has no GPU, else "bfloat16".
+        """Return what dtype="auto" means if the store has no values of the model: "float32" on a CPU, else "bfloat16".
 
         On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
         models are usually trained in float32 on a CPU. vLLM and the server of a remote engine are assumed to have a GPU.
@@ -165,7 +166,7 @@ class EngineChoice:
             )
 
     def require_loadable(self, model: str, reference: Reference) -> None:
-        """Raise an error if `make` would fail for a reason that can be detected without loading the weights.
+        """Check some of the requirements of `make`, without loading the weights.
 
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.

@@ -1,4 +1,4 @@
-"""Define the errors that scoring raises. All of them are subclasses of the store's ReflogpError.
+"""Define the errors that scoring raises: subclasses of the store's ReflogpError, and PictureError, which engines catch.
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that match no format
@@ -83,11 +83,13 @@ class InvalidSequencesError(EngineError):
 
     Attributes:
         problems: dict of index -> reason, for the sequences that cannot be scored.
-        results: one entry for each sequence in the call: its token_logps (float32), or None if the sequence is in `problems`.
+        results: one entry for each sequence passed to the engine: its token_logps (float32), or None if it is in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[Any]) -> None:
         first = min(problems)
-        super().__init__(f"{len(problems)} of {len(results)} sequences cannot be scored; sequence {first}: {problems[first]}")
+        super().__init__(
+            f"{len(problems)} of {len(results)} sequences cannot be scored; the first, at index {first}: {problems[first]}"
+        )
         self.problems = problems
         self.results = results

@@ -101,8 +101,8 @@ def join_dataset(
     coverage, how many rows were read and how many were written.
 
     Args:
-        dataset: the dataset to join, created without `kept`: otherwise, token ids may be read from the file `kept`, which lacks
-            the dataset's original columns.
+        dataset: the dataset to join. TokenizedDataset's argument `kept` must be None, because rows that are read from a file of
+            token ids lack the dataset's original columns.
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
@@ -156,7 +156,7 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """Those rows of a window of a dataset that have values, in the dataset's order.
+    """The rows with values in one window of a dataset, in the dataset's order.
 
     Attributes:
         rows: the rows, each as a dict of the columns that were read from the dataset.

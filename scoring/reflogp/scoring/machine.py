@@ -51,15 +51,16 @@ def places(
     """Assign devices or GPUs to engines, and return the Place of each engine.
 
     Args:
-        devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for a single
-            device, which the engine chooses.
+        devices: device names as in torch, "all" or "auto". "all" stands for all GPUs, or the CPU if there is no GPU; GPUs left
+            over after the last full group of `gpus_each` are not used. "auto" stands for a single device, which the engine
+            chooses.
         count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if
             `devices` contains "all" or a GPU's number, as in cuda:1.
         gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
-    Raises UsageError if a name is unknown, if a GPU does not exist, or if the devices cannot be divided into groups of
-    `gpus_each` GPUs.
+    Raises UsageError if a name is unknown, if a GPU does not exist, if there are fewer than `gpus_each` GPUs, or if the listed
+    GPUs cannot be divided into groups of `gpus_each`.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
         raise UsageError(f"unknown device {unknown[0]!r}: use 'all', 'auto', 'cpu', 'cuda' or 'cuda:NUMBER'")
@@ -82,7 +83,8 @@ def places(
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
         raise UsageError(
-            f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs"
+            f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs, or "
+            "reduce tensor parallelism"
         )
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 
@@ -194,7 +196,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """For each mounted cgroup file system with memory limits, yield (type, cgroup at the mount's root, mount point)."""
+    """For each mounted cgroup file system that can limit memory, yield (type, cgroup at the mount's root, mount point)."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
@@ -223,7 +225,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Return unused memory to the operating system if the C library supports it (glibc does). This takes milliseconds."""
+    """Return the unused memory of Arrow and of the C library to the operating system. This takes milliseconds.
+
+    The C library's memory is returned only if the library has `malloc_trim`, as glibc does.
+    """
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()

@@ -103,7 +103,7 @@ class Sender(SpanProcessor):
             self._complained = True
         reason = shortened_without_secrets(self._reasons.first or "the collector is not responding")
         warnings.warn(
-            f"the OpenTelemetry collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1
+            f"the OpenTelemetry collector does not accept traces ({reason}), so spans are lost; the run continues", stacklevel=1
         )
 
 
@@ -239,7 +239,7 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record, in a span, the exception that ended the stage or run of this span.
+        """Record in a span the exception that ended its stage or run.
 
         An exception of a type in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to
         ERROR.

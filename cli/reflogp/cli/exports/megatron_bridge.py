@@ -15,6 +15,7 @@ from typing import Any
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
+from reflogp.store.texts import counted
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
@@ -39,8 +40,8 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     scoring_metadata.json contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot that the
     values come from. The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries.
     The trainer rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted before
-    ref_logprobs.jsonl is replaced, and the new one is written last. Therefore, the trainer also rejects the folder of an
-    interrupted export.
+    ref_logprobs.jsonl is replaced, and the new one is written last. Therefore, an interrupted export leaves the previous files
+    unchanged or leaves a folder that the trainer rejects.
 
     Args:
         pairs: the pairs to write.
@@ -58,7 +59,10 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
             "expected_scoring_metadata(config)"
         )
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
-        raise UsageError(f"--metadata: num_pairs is {fingerprint['num_pairs']}, but {pairs.file} has {len(pairs)} pairs")
+        raise UsageError(
+            f"--metadata: num_pairs is {fingerprint['num_pairs']}, but {pairs.file} has {counted(len(pairs), 'pair')}; pass "
+            "a metadata file and a pairs file for the same dataset"
+        )
     pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (its loss excludes pairs that are too long)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}

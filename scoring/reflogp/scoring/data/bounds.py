@@ -47,8 +47,8 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A larger row is reported as a bad row. In a CSV file, it raises DatasetError instead,
-            because the rows after it cannot be read.
+        row_bytes: maximum size of a row. A larger row is reported as a bad row. In a CSV file, a larger row ends the reading
+            with a DatasetError, because the rows after it cannot be read.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -317,7 +317,7 @@ def _message_bytes(message: pa.ipc.Message) -> tuple[int, bool]:
     if message.type == "schema":
         return 0, False
     if not of_dictionary and message.type != "record batch":
-        raise DatasetError(f"an Arrow message of type {message.type} is not supported")
+        raise DatasetError(f"an Arrow message of type {message.type} is not supported: write the rows as record batches")
     data, body = message.metadata.to_pybytes(), message.body
     try:
         batch = table_at(data, place(data, 0), _HEADER)

@@ -166,7 +166,8 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     def open_image(path: str) -> int:
         asked = PurePosixPath(path[: _LONGEST_PATH + 1])
         if len(path) > _LONGEST_PATH or len(asked.parts) > _MOST_PARTS:
-            raise RowError(f"image {shortened(path)} cannot be read: the path is too long")
+            limits = f"more than {_LONGEST_PATH:,} characters or {_MOST_PARTS} components"
+            raise RowError(f"image {shortened(path)} cannot be read: the path is too long ({limits})")
         try:
             if not asked.is_absolute():
                 return _walk(root, start, asked.parts).descriptor
@@ -228,7 +229,10 @@ def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
 
 
 def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open the file or folder whose path below `root` consists of the components `start` and `parts`. Raises PathError."""
+    """Open the file or folder whose path below `root` has the components in `start`, then those in `parts`.
+
+    Raises PathError.
+    """
     try:
         opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except OSError as error:
@@ -351,7 +355,7 @@ def _outside() -> PathError:
 
 
 def _missing() -> PathError:
-    return PathError("missing", "no such file or folder, or the file cannot be read", "check the path")
+    return PathError("missing", "no such file or folder, or the service cannot open it", "check the path and the permissions")
 
 
 def _allow_many_files() -> None:

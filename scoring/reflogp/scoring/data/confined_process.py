@@ -149,7 +149,7 @@ class ConfinedProcess:
 
 
 def _kill_own_child(pid: int, parent: int) -> None:
-    """Kill a child whose `end` method was not called, and wait for it to exit.
+    """Kill a child that `ConfinedProcess.end` did not kill, and wait for it to exit.
 
     Do nothing in a process that is not the child's parent, such as another process that the parent forked.
     """

@@ -110,8 +110,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer uses transformers' own `apply_chat_template`.
 
-    The texts that such a tokenizer renders can be encoded later, many in one batch. The token ids are the same as those that
-    `apply_chat_template` returns with `tokenize=True`.
+    If so, a conversation can be rendered first and its text encoded later, in one batch with other texts. This results in the
+    same token ids as `apply_chat_template` with `tokenize=True`.
     """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 

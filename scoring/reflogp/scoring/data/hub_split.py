@@ -132,7 +132,7 @@ def _check_card(card: HubFile) -> None:
 
     size, pieces = card.read(_MOST_CARD)
     if size > _MOST_CARD:
-        raise DatasetError(f"{_CARD} is longer than {_MOST_CARD:,} bytes")
+        raise DatasetError(f"{_CARD} is longer than {_MOST_CARD:,} bytes: shorten it, or submit one job for each data file")
     try:  # parsed in the same way as by `datasets`
         configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
     except Exception as error:  # the YAML parser and the field checks raise many types of exceptions
@@ -188,7 +188,9 @@ def _path(url: str, place: HubPlace) -> str:
     if path == url or HubFile.parse(f"{HubPlace(place.repository)}/{path}").path != path:
         raise DatasetError(f"the split contains a file outside of the repository: {shortened(url)}")
     if dataset_suffix(path) is None:
-        raise DatasetError(f"file {shortened(path)} does not end in {SUFFIXES_IN_WORDS}")
+        raise DatasetError(
+            f"the split contains a file of an unsupported format: {shortened(path)} does not end in {SUFFIXES_IN_WORDS}"
+        )
     return path
 
 

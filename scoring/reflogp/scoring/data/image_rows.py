@@ -83,12 +83,11 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return the messages with each message's content converted to a list of parts.
 
-    `images` is the number of placeholders, which are parts of type image, that the returned messages must contain. The
-    placeholders are inserted before the text of the first user message whose content is text. If there is no such message,
-    `messages` must already contain the placeholders.
+    The returned messages contain `images` placeholders (parts of type image). The placeholders are inserted before the text of
+    the first user message whose content is text. If there is no such message, `messages` must already contain them.
 
-    Raises RowError if the number of placeholders differs from `images`, if a role is unknown, or if a part contains audio,
-    video or the image itself instead of a placeholder.
+    Raises RowError if the number of placeholders differs from `images`, if a role is unknown, if a tool message contains a
+    placeholder, or if a part contains audio, video or image data.
     """
     found: list[dict[str, Any]] = []
     placed = False
@@ -108,7 +107,10 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
     if any(part.get("image") is not None for part in parts):
         raise RowError("a content part contains an image; put the images in a column named images")
     if len(parts) != images:
-        raise RowError(f"the row has {counted(images, 'image')}, but its messages have {counted(len(parts), 'placeholder')}")
+        raise RowError(
+            f"the messages have {counted(len(parts), 'placeholder')} for {counted(images, 'image')}; the prompt needs one for "
+            "each image, and completions must have none"
+        )
     other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
     if other is not None:
         raise RowError(f"the row contains {other}, but only text and images can be scored")

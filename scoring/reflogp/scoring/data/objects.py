@@ -54,8 +54,9 @@ def open_dataset(dataset: Any) -> RowSource:
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return _ObjectRows(lambda: iter(dataset), len(dataset))
     raise UsageError(
-        f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a hub name, a "
-        "datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts"
+        f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a dataset's name "
+        "on the Hugging Face Hub, a datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a "
+        "list of dicts"
     )
 
 

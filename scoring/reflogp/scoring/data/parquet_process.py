@@ -1,8 +1,8 @@
 """Read untrusted Parquet files in a child process with limits on memory and time.
 
 A file of a few kilobytes can expand to any size when it is decoded, and a damaged file can crash pyarrow. Therefore, a forked
-child process reads the file with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes
-or uses too much processor time, the file is treated as unreadable, and the parent process continues.
+child process reads the file with pyarrow and sends record batches as an Arrow stream. If the file cannot be read within the
+limits, or crashes every child that reads it, the parent process treats the file as unreadable and continues.
 
 The parent does not trust the stream: it does not read Arrow messages that are much longer than `ReadBounds.group_bytes`, and
 it validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file
@@ -188,7 +188,10 @@ class _Reader(ConfinedProcess):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Run the block, read the rest of the stream, and wait for the child to exit. If the child failed, raise its error."""
+        """Run the `with` block, read the rest of the stream, and wait for the child to exit.
+
+        If the child failed, raise its error.
+        """
         problem = None
         try:
             yield
@@ -284,7 +287,7 @@ def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _shares_values(kind: pa.DataType) -> bool:
-    """Return True for a column type, such as a dictionary, for which each slice still carries the values of all rows."""
+    """Return True if each slice of a column of this type, such as a dictionary column, carries the values of all rows."""
     if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return True
     return any(_shares_values(kind.field(number).type) for number in range(kind.num_fields))
@@ -314,7 +317,7 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
         raise DatasetError(
             f"{file} claims {rows:,} rows with {claimed:,} bytes in total, but a dataset may have at most "
-            f"{bounds.dataset_bytes:,} bytes (at least {VALUE_BYTES} bytes are counted for each row): split the dataset"
+            f"{bounds.dataset_bytes:,} bytes (each row counts as at least {VALUE_BYTES} bytes): split the dataset"
         )
     if not encoded:
         return opened
@@ -332,8 +335,8 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
 def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
     """Yield a file's batches.
 
-    If the plan keeps strings encoded, stop after the first row group that is not skipped: later row groups are read with the
-    first plan again.
+    If the plan keeps strings encoded, read only one row group, because `parquet_batches` then returns to the first plan of
+    `_PLANS`.
     """
     skip = plan.skip
     for number in range(opened.metadata.num_row_groups):

@@ -32,7 +32,7 @@ class PixelCache:
     """A thread-safe cache of the pixel digests, sizes and modes of encoded images. Use it as a context manager.
 
     The cache folder must belong to this user and must not be writable by other users. Otherwise, the cache file is not
-    used: other users could store false digests in it, and rows with those images would get wrong keys.
+    used: other users could store false digests in it, and rows with images would then get wrong keys in the store.
     """
 
     def __init__(self) -> None:

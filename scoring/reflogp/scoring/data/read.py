@@ -95,8 +95,8 @@ class RowSource:
         bounds: limits for untrusted data; None for no limits. With limits, only local files are read: hub names and hf://
             addresses are rejected, and so are saved datasets that name files outside their folder.
         check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
-        open_image: function that opens an image, given its path in a row, and returns the file descriptor. If None, rows can
-            name any file, and relative paths are resolved against the folder of the dataset's files.
+        open_image: function that takes the path of an image file named by a row, opens the file and returns its descriptor. If
+            None, rows can name any file, and relative paths are resolved against the folder of the dataset's files.
 
     Attributes:
         open_image: function that opens an image file named by a row.
@@ -155,7 +155,7 @@ class RowSource:
     def check_unchanged(self) -> None:
         """Raise FileChangedError if a local file was replaced or written to after the dataset was opened.
 
-        Code that reads a dataset more than once must call this method before publishing its result.
+        If you read the dataset more than once, call this method before you publish a result.
         """
         for file, identity in self._identities.items():
             try:
@@ -185,8 +185,8 @@ class RowSource:
         For JSON, CSV and Arrow files, all rows are read. For other formats, the schema comes from metadata.
 
         Args:
-            usable: function that takes a row's columns. A row for which it returns False does not affect the schema, unless the
-                schema comes from metadata.
+            usable: function that takes a row's columns and returns False if the row must not affect the schema. It is not
+                called if the schema comes from metadata.
 
         Raises:
             DatasetError: a column has values of several types that cannot be combined into one Arrow type.
@@ -267,7 +267,7 @@ def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
 
 
 def without_decoding(dataset: Any) -> Any:
-    """Return a `datasets.Dataset` or `IterableDataset` whose image columns are not decoded."""
+    """Return a `datasets.Dataset` or `IterableDataset` with image decoding turned off, except for images with a fixed mode."""
     for name, feature in (dataset.features or {}).items():
         kept = _undecoded(feature)
         if kept is not feature:
@@ -404,7 +404,7 @@ def _state(file: Path) -> dict[str, Any]:
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
-        raise DatasetError(f"the saved dataset {folder} contains an invalid name of a file or split: {name!r}")
+        raise DatasetError(f"the saved dataset {folder} contains an invalid file or split name: {name!r}")
     return name
 
 

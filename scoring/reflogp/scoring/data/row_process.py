@@ -83,12 +83,14 @@ def _cores() -> int:
 
 
 class RowTokenizer:
-    """A pool of child processes that tokenize the rows of one dataset. As a context manager, it kills them on exit.
+    """A pool of child processes that tokenize the rows of one dataset.
+
+    Use it as a context manager: on exit, it kills the child processes.
 
     Args:
         tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
         form: format of the rows, "preference" or "kto".
-        limits: resource limits for each row; None for the defaults.
+        limits: resource limits; None for the defaults.
         check: function that is called about ten times a second while rows are tokenized. It can stop the work by raising an
             error.
     """
@@ -204,8 +206,8 @@ class RowTokenizer:
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
         """Handle the exit of a child that was processing a chunk.
 
-        Report the row that caused the exit as a bad row. If the cause is not certain, first retry each row that may be the
-        cause in a chunk of its own. Return the chunk's other rows to `waiting`.
+        Report the row that caused the exit as a bad row. If it is not certain which row that is, first retry each possible row
+        in a separate chunk. Put the chunk's other rows back into `waiting`.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -291,7 +293,7 @@ class _Child(ConfinedProcess):
     def pump(self, events: int) -> bool:
         """Send data to the child and receive data from it, without blocking.
 
-        Return True if the events to wait for, which `self.events()` returns, have changed.
+        Return True if `self.events()` now returns a different value.
         """
         waited_for = self.events()
         try:
@@ -443,7 +445,7 @@ def _answer(
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """Return the result of `work`, or the row's error if `work` raises an exception other than TokenizerError."""
+    """Return the result of `work`. If `work` raises an exception other than TokenizerError, return a list with one RowError."""
     try:
         return work()
     except TokenizerError:

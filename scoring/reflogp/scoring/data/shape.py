@@ -102,8 +102,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
-            and chosen or rejected is empty; the row contains images, video or audio; `tools` is not JSON; or
-            chat_template_kwargs contains a name that is not a template variable.
+            and chosen or rejected is empty; `images` is False and the row contains images, video or audio; `tools` is not JSON;
+            or chat_template_kwargs is not an object or sets one of the `reserved_kwargs`.
     """
     if not images:
         require_text(columns)
@@ -181,7 +181,8 @@ def require_text(columns: dict[str, Any]) -> None:
     media = media_of(columns)
     if media is not None:
         raise RowError(
-            f"the row contains more than text ({media}), but only text is scored; remove the other content or the row"
+            f"the row contains more than text ({media}), but only text is scored; remove everything that is not text, or "
+            "remove the row"
         )
 
 
@@ -210,8 +211,8 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
     refused = sorted(set(extra) & reserved_kwargs())
     if refused:
         raise RowError(
-            f"chat_template_kwargs sets {', '.join(refused)}, which would change how a row is rendered or encoded; it may "
-            "contain only variables of the chat template"
+            f"chat_template_kwargs sets {', '.join(refused)}, which would change how a row is rendered or encoded; keep "
+            "only variables of the chat template"
         )
     return {"tools": tools, **extra}
 

@@ -1,4 +1,4 @@
-"""Load a tokenizer and tokenize datasets exactly as TRL does, so that keys match the sequences that a trainer uses.
+"""Load a tokenizer, and tokenize datasets exactly as TRL does, so that their rows have the keys that a TRL trainer computes.
 
 Callers can choose a tokenizer other than the model's, and a chat template other than the tokenizer's. Text is rendered and
 encoded by `encode`, in child processes that `row_process` can kill. This module does not import trl.
@@ -147,9 +147,9 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the dataset's format, and the names of the table's completion columns in this format.
+    """Return the dataset's format, and the names of the completion columns in `TokenizedRows.table`.
 
-    They are determined by the first row whose columns match a format (`form`, if it is given). If there is no such row, raises
+    Both are determined by the first row whose columns match a format (`form`, if it is given). If there is no such row, raises
     DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
@@ -300,9 +300,10 @@ def chosen_tokenizer(
 def chosen_processor(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for pairs with images. Return None for a model that accepts only text.
+    """Load the processor for pairs with images. Return None if the model accepts only text, or has no processor files.
 
-    The arguments and errors are the same as for `chosen_tokenizer`.
+    The arguments are the same as for `chosen_tokenizer`. Raises UsageError in the same cases, and TokenizerError if the
+    processor cannot be loaded.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)

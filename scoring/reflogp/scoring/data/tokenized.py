@@ -1,8 +1,7 @@
 """Tokenize a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
 
 A file of token ids is named after a digest of the dataset's content, the tokenizer's files, the format, the split and the
-library versions. When the service runs a second job with the same dataset, or repeats a job, it reads the file of token ids
-instead of tokenizing again.
+library versions. If all of these are the same in a later job, the service reads the file instead of tokenizing again.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class TokenizedDataset:
             dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
             memory limit, because the row may be usable with a different limit. It is also not written if rows have images,
             because the file's name does not depend on the content of image files.
-        unchanged: function that must raise an error if the dataset's content may have changed since the digest in the name of
-            `kept` was computed. It is called after each pass over `source`; if it raises an error, the file is not kept.
+        unchanged: function that must raise an error if the dataset's content may have changed since its digest was computed
+            (see `cache_name`). It is called after each pass over `source`; if it raises an error, the file is not kept.
         limits: limits for tokenizing a row; None for the defaults.
         check: function that is called many times a second while rows are read and tokenized. It can stop the work by raising an
             error.

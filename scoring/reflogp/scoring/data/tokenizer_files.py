@@ -39,11 +39,13 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if the files on disk have been replaced since they were opened.
+        """Load the tokenizer from the open files, even if their paths now lead to other files.
+
+        If the system cannot link to open files, the tokenizer is loaded by path, and a replaced file counts as changed.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
-            FileChangedError: a file was written to while the tokenizer was being loaded.
+            FileChangedError: a file has changed since it was opened.
         """
         from transformers import AutoTokenizer  # not needed to compute the digest
 
@@ -137,6 +139,6 @@ class TokenizerRef:
         """Return the tokenizer.
 
         Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if the tokenizer is not in the cache
-        and its files have changed.
+        and its files have changed since `digest` was computed.
         """
         return self.cache.get(self)

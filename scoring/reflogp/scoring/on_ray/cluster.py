@@ -30,7 +30,9 @@ _CONNECT_SECONDS = 5.0
 
 
 def connect(address: str | None) -> bool:
-    """Connect to the cluster at an address. If this process is already connected to a cluster, change nothing and return False.
+    """Connect to the cluster at an address, and return True.
+
+    If this process is already connected to a cluster, keep that connection and return False.
 
     Args:
         address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in

@@ -36,7 +36,7 @@ _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that reports the node it runs on, and checks that the node shares the folder of the run's store."""
+    """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's store."""
 
     def place(self) -> str:
         """Return the name of the worker's node."""

@@ -41,7 +41,7 @@ class ReportSummary:
 
     Attributes:
         rows: number of rows read.
-        examples: number of tokenized examples: one per row, or two if pairs are split for KTO.
+        examples: number of tokenized examples. A row is one example, or two if pairs are split for KTO.
         with_values: number of examples with log-probs.
         missing: number of tokenized examples whose log-probs are not in the snapshot.
         missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
@@ -53,10 +53,10 @@ class ReportSummary:
             values.
         accuracy_per_token: fraction of pairs whose chosen completion has the higher mean log-prob per token; None for KTO or if
             no pair has values.
-        exact_duplicates: number of exact duplicates (`Duplicates.exact`).
+        exact_duplicates: number of examples that exactly repeat an earlier example (`Duplicates.exact`).
         contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
-        near_duplicates: estimated number of near duplicates (`Duplicates.near`).
+        near_duplicates: estimated number of examples that nearly repeat an earlier example (`Duplicates.near`).
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: kind of outlier -> number of examples.
         truncation: for each max_length that the report compares, a dict with the fields of `truncation.Cut`.

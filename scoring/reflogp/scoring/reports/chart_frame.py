@@ -1,6 +1,6 @@
 """Draw what all SVG charts have in common: the frame with title and description, the grid, and axes with round numbers.
 
-The stylesheet sets colors and fonts for the classes of the SVG elements.
+The SVG elements have CSS classes; their colors and fonts are set in the stylesheet (`STYLE`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a report's charts as PNG files, and check the folder that the report is written to.
 
 The report's HTML page contains the same charts as SVG; the PNG files are for slides and GitHub issues. The folder must be new
-or empty, or contain an earlier report. A folder with any other content must never be changed.
+or empty, or contain only an earlier report. A folder with any other content must never be changed.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ ALIKE = 0.9
 #: floats.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
-_EMPTY = "a completion is empty: it has no token to score"
+_EMPTY = "a completion is empty (or a single token without a prompt): it has no token to score"
 
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Per-completion statistics for one side of n examples, such as all chosen completions.
+    """Statistics of each completion on one side (such as chosen) of n examples.
 
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
@@ -245,9 +245,9 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """For each column of token ids, return each example's lowest log-prob among the tokens that are left after truncation.
+    """Return the lowest log-prob of each completion, among the tokens that are left after truncation.
 
-    The arrays are float64 (n,). The lowest log-prob is 0 if the example has no log-probs.
+    The result maps each column of completion ids to a float64 array (n,), with 0 for a completion without log-probs.
     """
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)

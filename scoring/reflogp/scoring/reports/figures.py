@@ -37,8 +37,8 @@ class Histograms:
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
         beyond: number of values below the first edge or above the last. They are counted in the first and last bars.
-        zero: True to draw a line at zero, as in the charts of margins: the reference prefers chosen if the margin is above
-            zero.
+        zero: True to draw a line at zero, as in the charts of margins: in pairs to the right of this line, the reference
+            prefers chosen.
     """
 
     title: str
@@ -239,7 +239,7 @@ class LabelPreference:
             label. Examples without log-probs are also counted.
         desirable_higher: among all combinations of a desirable and an undesirable completion, the fraction in which the
             desirable one has the higher mean log-prob per token. Ties count as one half, as in the area under the ROC curve.
-            The fraction is None if no desirable or no undesirable completion has log-probs.
+            The fraction is None unless at least one completion of each label has log-probs.
     """
 
     desirable: int

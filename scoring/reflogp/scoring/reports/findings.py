@@ -110,7 +110,8 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             f"{percent(preference.per_token_right, preference.pairs)} if means per token are compared. "
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
-            found.append(Finding("fix", f"{text}Both are far below 50%. Check whether chosen and rejected are swapped."))
+            text += "Both percentages are far below 50%. Check whether chosen and rejected are swapped."
+            found.append(Finding("fix", text))
         else:
             text += "50% is chance. These percentages say nothing about the quality of the data: DPO's loss compares policy "
             text += "and reference."
@@ -259,7 +260,7 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
 
 
 def verdict(findings: list[Finding]) -> str:
-    """Return a one-line summary of all findings."""
+    """Return a one-line count of the findings to fix and to check, such as "1 to fix · 2 to check"."""
     fix, check = (sum(finding.kind == kind for finding in findings) for kind in ("fix", "check"))
     parts = [f"{fix} to fix"] if fix else []
     parts += [f"{check} to check"] if check else []

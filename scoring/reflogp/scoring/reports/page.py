@@ -81,7 +81,7 @@ class Content:
             most similar first.
         alike_count: total number of these pairs, whether displayed or not.
         shown: index of an example -> what the page displays for it.
-        seconds: time that was needed to compute the content.
+        seconds: number of seconds that it took to compute the content.
     """
 
     subject: Subject
@@ -168,7 +168,8 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
         f"{series} ({number(sum(counts))} values, median {number(values.medians[series])})"
         for series, counts in values.counts.items()
     )
-    return chart(name, values.title, f"From {plain(low)} to {plain(high)} {values.unit}: {said}.", Markup("").join(parts))
+    described = f"Histogram from {plain(low)} to {plain(high)} {values.unit}: {said}."
+    return chart(name, values.title, described, Markup("").join(parts))
 
 
 def draw_density(name: str, density: Density) -> Markup:
@@ -201,8 +202,8 @@ def draw_density(name: str, density: Density) -> Markup:
     ]
     parts.append(Markup('<polyline class="line m" points="{}"/>').format(" ".join(points)))
     described = (
-        f"Completions of {_tokens(left)} to {_tokens(right)} tokens, means from {plain(low)} to {plain(high)} nats per token. "
-        f"Rank correlation between length and mean: {number(density.correlation)}."
+        f"Completions of {_tokens(left)} to {_tokens(right)} tokens, with mean log-probs from {plain(low)} to {plain(high)} "
+        f"nats per token. Rank correlation between length and mean log-prob: {number(density.correlation)}."
     )
     return chart(name, "Mean log-prob per token against length", described, Markup("").join(parts))
 
@@ -227,7 +228,7 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
     if left <= math.log2(marked) <= right:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
-        f"Percentages of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
+        f"Percentages of rows cut or dropped and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
         f"{curve.max_lengths[-1]:,}: both are zero once the longest row fits."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))

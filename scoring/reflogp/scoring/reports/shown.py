@@ -331,7 +331,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Compare two completions with a diff: return, for each (0: left, 1: right), the indices of the tokens that only it has."""
+    """Diff two completions: return, for each (0: left, 1: right), the indices of its tokens that the diff does not match."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

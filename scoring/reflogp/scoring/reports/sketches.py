@@ -3,10 +3,11 @@
 A sketch has 64 entries, one for each of 64 hash functions: the function's smallest hash of all runs of three adjacent tokens
 (Broder, 1997). Each example has two sketches, one of its prompt and one of its completions. Entries are shortened to 16 bits,
 so the two sketches take 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the
-examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. If the completion sketches of several
-examples agree in all four entries of a group, each of these examples is compared only with the first of them and with the one
-before it. The work therefore grows with the number of examples, not with its square. The exact similarity of two completions is
-computed only if upper bounds, from their lengths and from how often each token occurs, reach the required similarity.
+examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. Two examples are compared only if
+their completion sketches agree in all four entries of a group. If more than two agree, each is compared only with the first and
+with the previous one of them. The work therefore grows with the number of examples, not with its square. The exact similarity
+of two completions is computed only if upper bounds, from their lengths and from how often each token occurs, reach the required
+similarity.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0)
 
 
 def _common_subsequence(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common subsequence (bit-parallel: one integer per row of the table; Hyyrö, 2004)."""
+    """Return the length of the longest common subsequence (bit-parallel algorithm; Hyyrö, 2004)."""
     shorter, longer = sorted((left, right), key=len)
     places: dict[int, int] = {}
     for at, token in enumerate(shorter):

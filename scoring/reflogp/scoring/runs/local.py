@@ -21,8 +21,8 @@ class LocalScorer:
     """A Scorer with one engine. It computes values in one thread and commits them in another (see ScoringPipeline).
 
     Args:
-        make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so no
-            model is loaded if the store already has all values.
+        make_engine: function that loads the engine. The first call to `score` calls it, so no model is loaded if the store
+            already has all values.
         commit_sequences: maximum number of sequences between two commits.
         commit_seconds: maximum number of seconds between two commits.
 

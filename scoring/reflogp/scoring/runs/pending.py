@@ -31,7 +31,7 @@ class OutcomeCallbacks(Protocol):
     """Callbacks for the outcomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Report that the values of a miss are computed. A later call to `committed` reports that the values are stored."""
+        """Report that the values of a miss have been computed. A later call to `committed` reports that they are stored."""
 
     def failed(self, miss: Miss, problem: str) -> None:
         """Report that a miss cannot be scored; `problem` is the reason."""
@@ -77,7 +77,9 @@ class Scorer(Protocol):
         """Return True if the scorer needs more misses now, even if only a few have been collected."""
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """Queue misses, and return when there is room for more. Later calls report the outcomes that are not known yet.
+        """Queue misses, and return when there is room for more.
+
+        Outcomes that are not known yet are reported by a later call to `score`, `tell` or `finish`.
 
         Args:
             misses: misses to score. Until a miss is reported as failed or committed, a second miss with the same key may be

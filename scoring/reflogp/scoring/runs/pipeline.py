@@ -1,4 +1,6 @@
-"""Compute values with one engine while earlier values are committed to a table. Groups of misses go in, and events come out.
+"""Compute values with one engine while earlier values are committed to a table.
+
+Groups of misses (sequences that the store lacks) go in, and events come out.
 
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
@@ -318,6 +320,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove and return the miss with this number, and its group. Misses are numbered from 0 across all groups."""
+        """Remove the miss with this number, and return it with its group. Misses are numbered from 0 across all groups."""
         with self._changed:
             return self._begun.pop(number)

@@ -23,7 +23,7 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items that wait for the consumer, in addition to the one that the thread produces.
+        depth: maximum number of finished items that wait in the queue; the thread may hold one more.
         name: name of the thread.
     """
 

@@ -52,7 +52,7 @@ class ScoreSummary:
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
         empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
             value, as in TRL's loss.
-        sequences: number of sequences in the rows that were tokenized and not dropped, without those whose completion is empty.
+        sequences: number of sequences with a completion token to score, in the rows that were tokenized and not dropped.
         hits: number of sequences whose log-probs were in the store before the run.
         duplicates: number of sequences that occurred earlier in the same run.
         scored: number of sequences whose log-probs were computed.
@@ -63,7 +63,7 @@ class ScoreSummary:
         tokens_per_second: tokens divided by scoring_seconds.
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
             together multiply random matrices; at most 1. Tokens that several sequences share count once, and padding does not
-            count (see Operations). None if nothing was computed, or if the engine cannot count operations.
+            count (see Operations). None if nothing was computed, or if the rate of an engine's device cannot be measured.
         sharing_gain: number of operations that scoring would take with a separate forward pass for each sequence, divided by
             the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
             count operations.
@@ -295,7 +295,7 @@ class _Run:
         empty = np.logical_or.reduce([view.needed == 0 for view in views]) & ~dropped
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
-            self._bad_row(int(row), "a completion is empty: it has no token to score")
+            self._bad_row(int(row), "a completion is empty (or a single token without a prompt): it has no token to score")
         for row in rows[window.bare & ~dropped]:
             self._summary.empty_prompts += 1
             if self._watcher:
@@ -387,7 +387,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """If the scorer has committed values, read a new snapshot, and forget the misses whose values are in the snapshot."""
+        """If there was a commit since the last call, read a new snapshot, and forget the misses whose values it contains."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -415,7 +415,10 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return each row's images as engines accept them, None for a row without images; for a text-only dataset, return []."""
+    """Return a list with the images of each row in the form that engines accept, or None for a row without images.
+
+    The list is empty if the dataset is text-only.
+    """
     vision = rows.vision
     if vision is None:
         return []

@@ -68,7 +68,7 @@ class PackLayout:
 
     Attributes:
         token_ids, positions: the id of each token of the pack, and its position in its own sequence, int64 (tokens,).
-        parents: indices of the tokens whose hidden states predict a token, int64 (predictions,).
+        parents: for each predicted token, the index of the token whose hidden state predicts it, int64 (predictions,).
         targets: ids of the predicted tokens, int64 (predictions,).
         spans: for each branch, the index of its first token, the index after its last token, and the number of keys that it
             shares with earlier branches.

@@ -76,15 +76,15 @@ class Workers(Protocol):
     may_come: bool
 
     def open(self, table: LogprobTable) -> None:
-        """Set the table for the workers' values. This method is called once, before any other method."""
+        """Set the table to which the workers commit values. This method is called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
         """Start more workers and return them; `have` is the number of workers that already exist."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Check whether workers can be started, and raise EngineError if none can.
+        """Raise EngineError if no worker can be started. This method is called in each turn of the run's loop.
 
-        This method is called in each turn of the run's loop.
+        `is_any_placed` is True if it is already known where at least one worker runs.
         """
 
 
@@ -252,7 +252,7 @@ class ParallelScorer:
             self._turn(callbacks, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
 
     def _turn(self, callbacks: OutcomeCallbacks, patience: float) -> None:
-        """Send units to engines that have room, and take workers' results; wait for the first at most `patience` seconds."""
+        """Send units to engines that have room, and take workers' results; wait at most `patience` seconds for a result."""
         self._keep_up_workers()
         self._give(callbacks)
         if self._own is not None:

@@ -66,7 +66,7 @@ class UnitQueue:
         """Remove and return the next unit, or None if there is none.
 
         Units to retry come first. A new unit has up to `size` sequences. Sequences with the same prompt are split across units
-        only if there are more than `size` of them, or if their images are too large for one unit.
+        only if there are more than `size` of them, or if the unit has no room for all their images.
 
         Args:
             size: maximum number of sequences in a new unit.
@@ -143,8 +143,8 @@ class Rate:
 
         Args:
             sequences: number of sequences in the unit.
-            seconds: time until the unit's result arrived, counted from the worker's previous result, or from the time when the
-                unit was sent if that is later; about 0 if both results come from the same pass.
+            seconds: time between the worker's previous result and the result of this unit, or between the sending and the
+                result of this unit if it was sent after the previous result. About 0 if the two results arrive together.
         """
         kept = 0.5 ** (seconds / _HALVED_SECONDS)
         self._sequences = kept * self._sequences + sequences
@@ -158,9 +158,9 @@ class Rate:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences for the next unit.
 
-    The number is a quarter of one worker's share of the remaining sequences, but at least as many as a worker scores in 2
-    seconds, and at most as many as it scores in 30 seconds. It never exceeds the worker's whole share, unless this share is
-    less than 8.
+    The number is a quarter of one worker's share of the remaining sequences, with these limits: what a worker scores in 2 to 30
+    seconds, at most the worker's whole share, at least 8 sequences, and at most `most`. If limits conflict, the last of them
+    applies. Before the first result, the number is 8, or `most` if that is smaller.
 
     Args:
         left: approximate number of sequences that have not been sent to a worker yet.

@@ -138,8 +138,8 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """Decode the bytes that `encode` returned.
 
     Args:
-        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's processor, and
-            returns a processor that has the same settings and was loaded on this machine.
+        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's image
+            processor, and returns a processor that has the same settings and was loaded on this machine.
     """
     reader = pa.BufferReader(content)
     table = pa.ipc.open_stream(reader).read_all()
@@ -169,7 +169,7 @@ class VisionCache:
 
     Args:
         model: folder of the model on this machine.
-        trust_remote_code: True runs code from a processor's folder.
+        trust_remote_code: whether to run code from a processor's folder.
     """
 
     def __init__(self, model: str, trust_remote_code: bool) -> None:
@@ -225,7 +225,7 @@ class UnitScorer:
     """Scores units. It accepts several units at a time, so that the engine does not wait for the next unit.
 
     Args:
-        engine: the engine; its `flow` runs only in a thread of this object.
+        engine: the engine; its `flow` method is used only in a thread that this object starts.
         table: table for the values.
         vision: the image processors of the engine's model.
 
@@ -336,7 +336,8 @@ class _Asked:
 
     Attributes:
         problems: index of a sequence -> reason why it has no values.
-        snapshot: number of a snapshot that contains all values that the store has for the unit so far; None if it has none.
+        snapshot: number of a snapshot that contains all of the unit's values that are in the store so far; None if nothing has
+            been committed yet and the unit is not a retry.
         left: number of sequences that have neither values in the store nor a problem yet.
     """
 
