@@ -338,7 +338,7 @@ class _Memory:
                 check_own(about, cache_dir() / f"digests-{os.getuid()}" / name)
                 kept = json.loads(entry.read(_CHUNK)) if stat.S_ISREG(about.st_mode) else {}
             except PermissionError as error:
-                _say_once(f"the cached digest of a file was ignored and is computed again: {error}")
+                _say_once(f"ignoring the cached digest of a file and computing the digest again: {error}")
                 return None
             except (OSError, ValueError, RecursionError):
                 return None

@@ -314,7 +314,7 @@ tags:
 | values | {tokens:,} |
 | snapshot of the store | {snapshot} |
 
-The files contain only numbers: hashes of token ids, lengths and log-probabilities. They contain no text and no weights.
+The files contain hashes of token ids, lengths and log-probabilities, but none of the dataset's text and no weights.
 
 | column | type | meaning |
 | --- | --- | --- |
@@ -327,8 +327,8 @@ The files contain only numbers: hashes of token ids, lengths and log-probabiliti
 
 Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
 
-    reflogp store pull ./logps hf://datasets/ORGANISATION/NAME     from the Hub
-    reflogp store import ./logps FOLDER                            from a folder
+    reflogp store pull ./logps hf://datasets/ORGANISATION/NAME   # from the Hub
+    reflogp store import ./logps FOLDER                          # from a folder
 
 `reference.json` describes the reference model, and `contents.json` lists the sha256 of each file.
 """

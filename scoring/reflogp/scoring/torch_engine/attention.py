@@ -431,7 +431,7 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys before and after its own key each query attends to; -1 means all."""
+    """Return (before, after): how many keys before and after its own position a query attends to; -1 means all."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 

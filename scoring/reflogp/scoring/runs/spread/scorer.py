@@ -421,7 +421,7 @@ class ParallelScorer:
         self._alone = True
 
     def _note_busy(self) -> None:
-        """Record that at least one engine is busy from now on."""
+        """Record that an engine is busy. If no engine was busy before, a busy period begins."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
             self._began = self._began or self._busy_since
