@@ -403,7 +403,7 @@ def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, plac
     for file in (place / "tokens.jsonl", tmp_path / "other.parquet", tmp_path / "cut.parquet"):
         code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
         assert code == USAGE
-        assert "is not a Parquet file that `reflogp join`" in err
+        assert "was not written by `reflogp join`" in err
     kto = [{"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"], "label": True} for row in rows]
     file = join(write_rows(tmp_path / "kto.jsonl", kto), "kto.parquet")
     code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
