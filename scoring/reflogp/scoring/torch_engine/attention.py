@@ -264,7 +264,8 @@ def packed_attention(
         key, value: keys and values, shape (1, key heads, tokens, head size).
         attention_mask: must be None, because the pack's layout defines what each token attends to.
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
-        sliding_window: number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825).
+        sliding_window: maximum number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825);
+            None for no limit.
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains the attention sinks of gpt-oss: for each
             head, an extra logit that is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
@@ -368,7 +369,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute attention with a soft cap or sinks directly from its formula, softmax(cap(q·k)) v.
+    """Compute attention with a soft cap, sinks, or both, without a fused kernel: softmax(cap(scale q·k)) v.
 
     Compute in float32, one block of queries at a time, and convert the result to the dtype of the queries.
     """
@@ -551,7 +552,7 @@ def _flash3_varlen() -> Callable[..., Any] | None:
 
 
 def _varlen_problem(call: Call) -> str | None:
-    """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
+    """Return why the FlashAttention kernels, including the one in torch, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
     if call.query.dtype not in (torch.bfloat16, torch.float16):
         return "supports only bfloat16 and float16"

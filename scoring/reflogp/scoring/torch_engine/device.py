@@ -19,7 +19,7 @@ import torch
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device this thread's current device while the block runs; do nothing for a CPU.
+    """Make a CUDA device this thread's current device while the `with` block runs; do nothing for a CPU.
 
     torch's tensor operations run on the device of their tensors. Events, `torch.cuda.current_stream()`, Triton kernels and
     extensions, however, use the thread's current device, which is GPU 0 by default.
@@ -97,8 +97,8 @@ def run_in_own_thread(function: Callable[[], Result]) -> Result:
     libgomp gives each thread that runs a parallel operation its own pool of worker threads, and keeps the pool until that
     thread exits. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
     instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). For example, on two cores, a model that was loaded in one
-    thread and run in another reached only 65% of its normal speed. This function avoids the slowdown, because its thread exits.
-    If the caller is interrupted, the function keeps running in its thread.
+    thread and run in another reached only 65% of its normal speed. Here, the slowdown is avoided because the new thread exits.
+    If the caller is interrupted, `function` keeps running in the new thread.
     """
     outcome: Future[Result] = Future()
 

@@ -1,8 +1,8 @@
 """Score token sequences with a frozen model on one device.
 
 The engine chooses the size of each forward pass and recovers when memory runs out. While the device computes a pass, the engine
-prepares the next pass and copies the results of the previous one. The engine's input consists of token ids and images; the
-engine does not use texts, the keys of rows, or stores.
+prepares the next pass and copies the results of the previous one. The engine's input consists of token ids and images;
+texts, row keys and stores are handled by other modules.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class TorchEngine:
     """Scores sequences with a reference model.
 
     Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
-    sentence) are computed once. When the model is loaded, a few sequences are scored both packed and one at a time. If packing
-    changes the values, the engine issues a warning and scores with a slower method that does not change them (see
-    `self_check`).
+    sentence) are processed once. When the model is loaded, a few sequences are scored both packed and one at a time. If packing
+    changes their log-probs, the engine issues a warning and scores all sequences with a slower method that does not change
+    them (see `self_check`).
 
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`. The weights must be in safetensors files. To use a
@@ -73,8 +73,8 @@ class TorchEngine:
         pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
             the engine, so that this work need not wait for a long pass.
         self_check: result of the self-check that ran when the model was loaded.
-        image_check: whether the first sequences with images had the same values when packed, and how sequences with images are
-            therefore scored; None until these first sequences have been checked.
+        image_check: result of the check that scored the first sequences with images both packed and one at a time, and thus
+            decided how sequences with images are scored; None until the check has run.
 
     Raises:
         UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
@@ -191,15 +191,15 @@ class TorchEngine:
         """Score groups of sequences as they arrive; yield the outcomes of each pass when it finishes.
 
         Each pass is prepared and uploaded while the previous pass is computed, even if the two passes belong to different
-        groups. The values of a pass are copied to the host while the next pass runs. Between two yields, the caller may use the
-        engine for other work.
+        groups. The values of a pass are copied to the host while the next pass runs. While the generator is suspended at a
+        yield, the caller may use the engine for other work.
 
         Args:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
                 the longest first; in groups of a few thousand sequences, most shared prefixes are computed only once, and most
-                passes are full. The iterator runs in one of the engine's threads and must not block: yield an empty group when
-                no sequences are available yet. When the engine gets an empty group, it waits for the pass in flight and yields
-                the outcomes of that pass. If no pass is in flight, it yields an empty list.
+                passes are full. The engine iterates over `groups` in a background thread, so the iterator must not block: it
+                must yield an empty group when no sequences are available yet. For an empty group, `flow` waits for the pass in
+                flight and yields its outcomes, or an empty list if no pass is in flight.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
                 sequences, counted across all groups (see Yields).
@@ -277,10 +277,10 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if sequences with images may be packed, because packing does not change their values.
+        """Return whether sequences with images may be packed: only if packing does not change their values.
 
         This is checked once, on the first sequences with images. If memory runs out during the check, `image_check` stays None
-        and True is returned: `_launch` then treats the pass as one that does not fit, and the check is repeated with the next
+        and True is returned: `_launch` then treats the pass as one that does not fit, and the check is repeated on the next
         pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
