@@ -73,7 +73,12 @@ def test_what_is_pushed_is_pulled(run, server, store, tmp_path):
     assert {"README.md", "reference.json", "contents.json", "data/part-00001.parquet"} <= files.keys()
     assert server.repositories[NAME].private
     card = files["README.md"].decode()
-    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "only numbers"):
+    for words in (
+        REFERENCE.reference_id,
+        f"test ({ROWS:,} sequences)",
+        f"| values | {5 * ROWS:,} |",
+        "none of the dataset's text",
+    ):
         assert words in card
     code, said = run("pull", str(tmp_path / "other"), PLACE, "--json")
     assert code == 0, said
