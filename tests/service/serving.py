@@ -21,6 +21,12 @@ import psutil
 from tests.service.warm_python import WarmPython
 
 
+def command_line(*arguments: object, warm: WarmPython | None = None) -> list[str]:
+    """The command that runs `reflogp` with these arguments."""
+    python = warm.executable if warm else sys.executable
+    return [python, "-c", "from reflogp.cli import main; main()", *map(str, arguments)]
+
+
 class Service:
     """A running service: its URL, its process, its workers' processes, its log.
 
@@ -31,13 +37,7 @@ class Service:
 
     def __init__(self, *arguments: object, warm: WarmPython | None = None) -> None:
         self._warm = warm
-        command = [
-            warm.executable if warm else sys.executable,
-            "-c",
-            "from reflogp.cli import main; main()",
-            "serve",
-            *map(str, arguments),
-        ]
+        command = command_line("serve", *arguments, warm=warm)
         if "--port" not in arguments:
             command += ["--port", "0"]
         self._state = tempfile.TemporaryDirectory()  # where the settings name no folder for jobs
@@ -65,7 +65,7 @@ class Service:
     def workers(self) -> list[psutil.Process]:
         """Its worker processes that are alive."""
         try:
-            children = psutil.Process(self.pid).children() if self.pid else []
+            children = psutil.Process(pid).children() if (pid := self.pid) else []
             launched = [child.pid for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
             return [psutil.Process(pid) for pid in map(self._real, launched) if pid]
         except psutil.Error:
@@ -83,7 +83,8 @@ class Service:
 
     def kill(self) -> None:
         """kill -9 the service; its workers find out by themselves."""
-        os.kill(self.pid, signal.SIGKILL)
+        if pid := self.pid:  # 0 would be this process's own group
+            os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> int:

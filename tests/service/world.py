@@ -11,10 +11,8 @@ import json
 import os
 import resource
 import shutil
-import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +29,7 @@ import pyarrow as pa
 
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.serving import Service, float32, settings_file, token_rows
+from tests.service.serving import Service, command_line, float32, settings_file, token_rows
 from tests.service.warm_python import WarmPython
 
 #: Versions of the weights; and tokenizers, each a vocabulary with a chat template.
@@ -267,24 +265,16 @@ class World:
 
     def kill_service(self) -> bool:
         """kill -9; whether it was running."""
-        pid = self.pid()
-        if not pid:
+        if self.service is None or not self.pid():
             return False
         self.orphans |= set(self.workers())
-        assert self.service is not None
         self.killed = self.service
-        os.kill(pid, signal.SIGKILL)
-        self.service.process.wait()
+        self.service.kill()
         return True
 
     def command_line(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `reflogp` with these arguments."""
-        command = [
-            self._warm.executable if self._warm else sys.executable,
-            "-c",
-            "from reflogp.cli import main; main()",
-            *arguments,
-        ]
+        command = command_line(*arguments, warm=self._warm)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     # what lies on the disk
