@@ -309,7 +309,7 @@ class _Repository:
             except UsageError as error:
                 if replace:
                     return None
-                raise UsageError(f"{self.place} is damaged: {error}; to repair it, push again with --replace") from error
+                raise _damaged(self.place, error) from error
         if read_only:
             raise UsageError(
                 f"{self.place} was not written by `reflogp store push`: it lacks {REFERENCE_FILE} or {CONTENTS_FILE}"
@@ -333,7 +333,7 @@ class _Repository:
         """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
-            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing; to repair it, push again with --replace")
+            raise _damaged(self.place, f"{lacking[0]} is missing")
         with told(self.place):
             self._api.snapshot_download(
                 self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
@@ -341,10 +341,7 @@ class _Repository:
         for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(
-                f"{self.place} is damaged: the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}; "
-                "to repair it, push again with --replace"
-            )
+            raise _damaged(self.place, f"the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}")
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
@@ -387,15 +384,16 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
                 lengths = snapshot.stored_lengths(batch["key"])
                 lacking += int((lengths < batch["scored_len"].to_numpy()).sum())
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise UsageError(
-                f"{repository.place} is damaged: {name} cannot be read ({sentence(error)}); "
-                "to repair it, push again with --replace"
-            ) from error
+            raise _damaged(repository.place, f"{name} cannot be read ({sentence(error)})") from error
     if lacking:
         raise UsageError(
             f"{repository.place} has {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
             f"`reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with --replace"
         )
+
+
+def _damaged(place: HubPlace, problem: object) -> UsageError:
+    return UsageError(f"{place} is damaged: {problem}; to repair it, push again with --replace")
 
 
 def _api() -> HfApi:

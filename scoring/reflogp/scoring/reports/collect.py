@@ -20,7 +20,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports.sketches import Sketches, shared_starts, similarities
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.scoring.runs.score import NAMED_ROWS
+from reflogp.scoring.runs.score import EMPTY_COMPLETION, NAMED_ROWS
 from reflogp.store import Join, Snapshot, join_logps
 from reflogp.store.joins import UNUSABLE
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
@@ -33,7 +33,6 @@ ALIKE = 0.9
 #: floats.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
-_EMPTY = "a completion is empty (or a single token without a prompt): it has no token to score"
 
 Bools = npt.NDArray[np.bool_]
 
@@ -213,7 +212,7 @@ def _numbers(
     missing = join.missing & ~empty
     usable = ~(join.missing | join.unusable | join.dropped | empty)
     problems |= {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
-    problems |= {int(row): _EMPTY for row in rows[empty]}
+    problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
     coverage.examples += len(table)
     coverage.with_values += int(usable.sum())
     coverage.missing += int(missing.sum())

@@ -39,6 +39,8 @@ _FAILED_KEYS = 10_000
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
 #: Maximum number of row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
+#: Problem of a row with a completion that has no token to score.
+EMPTY_COMPLETION = "a completion is empty (or a single token without a prompt): it has no token to score"
 
 
 @dataclass
@@ -295,7 +297,7 @@ class _Run:
         empty = np.logical_or.reduce([view.needed == 0 for view in views]) & ~dropped
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
-            self._bad_row(int(row), "a completion is empty (or a single token without a prompt): it has no token to score")
+            self._bad_row(int(row), EMPTY_COMPLETION)
         for row in rows[window.bare & ~dropped]:
             self._summary.empty_prompts += 1
             if self._watcher:
