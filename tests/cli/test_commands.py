@@ -342,7 +342,7 @@ def test_a_wrong_dtype_is_told_the_right_one(score, reflogp, reference_folder, p
     code, _, err = reflogp(*join, "--dtype", "bfloat16")
     assert code == FAILED
     assert "in bfloat16: the store " in one_sentence(err)
-    assert "values of the same weights in float32" in one_sentence(err)
+    assert "values of the same model in float32" in one_sentence(err)
 
 
 @pytest.mark.slow

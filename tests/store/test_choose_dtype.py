@@ -7,7 +7,7 @@ import pytest
 
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError, describe_reference
 from reflogp.store.reference import describe_all_numerics
-from reflogp.store.store import choose_reference, numerics
+from reflogp.store.store import choose_reference
 from tests.store.rows import REFERENCE
 from tests.store.test_reference import copied, edit_config
 
@@ -44,11 +44,11 @@ def test_what_a_store_holds_decides(model, store, reference_folder, tmp_path, se
     if len(held) > 1:
         with pytest.raises(UsageError, match="say which one to use") as refused:
             choose_reference(store, model, otherwise=otherwise)
-        assert all(numerics(reference) in str(refused.value) for reference in held)
+        assert all(reference.dtypes() in str(refused.value) for reference in held)
     else:
         found, reason = choose_reference(store, model, otherwise=otherwise)
         assert found == (held[0] if held else describe_reference(model, otherwise))
-        assert reason.startswith(f"dtype {numerics(found)}: ")
+        assert reason.startswith(f"dtype {found.dtypes()}: ")
     if not held:
         with pytest.raises((StoreNotFoundError, ReferenceNotFoundError)):
             choose_reference(store, model)
@@ -64,6 +64,23 @@ def test_a_head_that_is_given_leaves_other_heads_out(model, store):
     assert choose_reference(store, model, lm_head_dtype="float32")[0] == head
     with pytest.raises(UsageError, match="in bfloat16 and in bfloat16 with logits in float32"):
         choose_reference(store, model)
+
+
+def test_a_missing_table_names_the_dtypes_that_the_store_has(model, store, reference_folder, tmp_path):
+    """Test that tables of another model with the same weights are not offered, and that logits in float32 are named."""
+    other = copied(reference_folder, tmp_path / "other")
+    edit_config(other, rms_norm_eps=1e-3)
+    asked = describe_reference(model, "bfloat16")
+    store.create_table(describe_reference(str(other), "float32"))
+    with pytest.raises(ReferenceNotFoundError) as refused:
+        store.table_of(asked)
+    assert "same model" not in str(refused.value)
+    store.create_table(describe_reference(model, "float16"))
+    with pytest.raises(ReferenceNotFoundError, match=r"the same model in float16 \(--dtype, or dtype=\)$"):
+        store.table_of(asked)
+    store.create_table(describe_reference(model, "bfloat16", lm_head_dtype="float32"))
+    with pytest.raises(ReferenceNotFoundError, match=r"bfloat16 with logits in float32 .* add --lm-head-dtype float32"):
+        store.table_of(asked)
 
 
 def test_a_folder_without_a_reference_is_no_table(model, store):

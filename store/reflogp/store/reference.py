@@ -123,9 +123,12 @@ class Reference:
     format: int = FORMAT
 
     def __repr__(self) -> str:
-        head = f" with logits in {self.lm_head_dtype}" if self.lm_head_dtype != self.dtype else ""
         parts = counted(len(self.weights), "weight file") + (" and an adapter" if self.adapter is not None else "")
-        return short_repr("Reference", f"{self.reference_id}: {self.name} in {self.dtype}{head}, {parts}")
+        return short_repr("Reference", f"{self.reference_id}: {self.name} in {self.dtypes()}, {parts}")
+
+    def dtypes(self) -> str:
+        """Return the dtypes as text, such as "bfloat16" or "bfloat16 with logits in float32"."""
+        return self.dtype + (f" with logits in {self.lm_head_dtype}" if self.lm_head_dtype != self.dtype else "")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

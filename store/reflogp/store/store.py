@@ -29,6 +29,7 @@ from reflogp.store.texts import short_repr
 
 REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
+_DTYPE_OPTIONS = "--dtype, or dtype="
 
 
 class Store:
@@ -112,8 +113,7 @@ class Store:
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a reference.
 
-        If the store has log-probs of the same weights, but only in other dtypes, the message of the ReferenceNotFoundError
-        names these dtypes.
+        If the store has log-probs of the same model in other dtypes, the error's message names these dtypes.
 
         Args:
             reference: from `describe_reference`.
@@ -129,11 +129,17 @@ class Store:
             # Another process may have created the table in the meantime.
             if any(other.reference_id == reference.reference_id for other in others):
                 return self.table(reference.reference_id)
-            same = [other.dtype for other in others if other.weights == reference.weights]
-            hint = f"; the store has values of the same weights in {', '.join(same)}" if same else ""
-            hint += f": use --dtype {same[0]}, or dtype={same[0]!r}" if same else ""
+            same = [
+                other
+                for other in others
+                if (other.weights, other.config, other.adapter) == (reference.weights, reference.config, reference.adapter)
+            ]
+            hint = ""
+            if same:
+                there = " and in ".join(other.dtypes() for other in same)
+                hint = f"; the store has values of the same model in {there} ({_DTYPE_OPTIONS}){_logits_option(same)}"
             raise ReferenceNotFoundError(
-                f"there are no values of {reference.name} in {reference.dtype}: {error}{hint}"
+                f"there are no values of {reference.name} in {reference.dtypes()}: {error}{hint}"
             ) from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
@@ -272,7 +278,7 @@ def choose_reference(
     described = describe_all_numerics(model, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
     held = store.held(described)
     if len(held) == 1:
-        return held[0], f"dtype {numerics(held[0])}: {store.uri} has values of this model in this dtype"
+        return held[0], f"dtype {held[0].dtypes()}: {store.uri} has values of this model in this dtype"
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:
@@ -283,7 +289,7 @@ def choose_reference(
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "none"
         raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; its references: {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
-    return found, f"dtype {numerics(found)}: the default, because {store.uri} has no values of this model yet"
+    return found, f"dtype {found.dtypes()}: the default, because {store.uri} has no values of this model yet"
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
@@ -293,16 +299,13 @@ def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | No
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
     """Return the error to raise if a store or service has log-probs of a model that were computed in several dtypes."""
-    heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
-        f"{place} has values of {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
-        "(--dtype, or dtype=)"
-        + ("; for logits in float32, add --lm-head-dtype float32, or lm_head_dtype='float32'" if heads else "")
+        f"{place} has values of {model} in {' and in '.join(reference.dtypes() for reference in held)}: say which one to use "
+        f"({_DTYPE_OPTIONS}){_logits_option(held)}"
     )
 
 
-def numerics(reference: Reference) -> str:
-    """Describe the dtypes of a reference in words."""
-    return reference.dtype + (
-        f" with logits in {reference.lm_head_dtype}" if reference.lm_head_dtype != reference.dtype else ""
-    )
+def _logits_option(held: Sequence[Reference]) -> str:
+    if all(reference.lm_head_dtype == reference.dtype for reference in held):
+        return ""
+    return "; for logits in float32, add --lm-head-dtype float32, or lm_head_dtype='float32'"

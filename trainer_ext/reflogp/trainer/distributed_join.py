@@ -16,7 +16,6 @@ from datasets import Dataset
 
 from reflogp.store import Reference, ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp.store.joins import Asked, Join
-from reflogp.store.store import numerics
 from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
@@ -72,9 +71,9 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
-    if numerics(chosen) != dtype and Rank.here().rank == 0:
+    if chosen.dtypes() != dtype and Rank.here().rank == 0:
         there = f"{source.location} has values of {source.model} only in this dtype, but the policy computes in {dtype}"
-        logger.warning("using reference log-probs in %s: %s", numerics(chosen), there)
+        logger.warning("using reference log-probs in %s: %s", chosen.dtypes(), there)
     return source.of(chosen)
 
 
