@@ -82,7 +82,7 @@ def token(
 ) -> None:
     """Create a bearer token, and print it with the lines to add to the settings file.
 
-    These lines contain only the token's digest, so the token cannot be shown again.
+    The lines contain a digest of the token in place of the token itself, so the token cannot be shown again.
     """
     try:
         from reflogp.service.auth import new_token

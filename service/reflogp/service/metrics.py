@@ -53,7 +53,9 @@ class Metrics:
         self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unexpectedly.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
         self._workers = Gauge("reflogp_workers_ready", "Workers that accept work.", registry=registry)
-        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens in queued online requests.", registry=registry)
+        self._online_tokens = Gauge(
+            "reflogp_score_queued_tokens", "Tokens in online requests that are queued or running.", registry=registry
+        )
         self._answering = Gauge("reflogp_workers_answering", "Workers that accept work and answer pings.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",
@@ -96,7 +98,7 @@ class Metrics:
 
         Args:
             jobs: number of jobs in each state. None leaves the job gauges unchanged.
-            online_tokens: number of tokens in queued online requests.
+            online_tokens: number of tokens in online requests that are queued or running.
             memory: resident memory of each process in bytes, by process name.
         """
         for state in JOB_STATES if jobs is not None else ():

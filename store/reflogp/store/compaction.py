@@ -239,8 +239,8 @@ def vacuum(
         ahead = table.committed_at() - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
-                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock, so nothing was deleted: check the "
-                "clocks of this machine and of the machine that made the commit"
+                f"the last commit is {ahead / 60:,.0f} minutes ahead of this machine's clock, so nothing was deleted: check "
+                "the clocks of this machine and of the machine that made the commit"
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)

@@ -63,7 +63,7 @@ def _group_rows(rows: pa.Table) -> int:
 def write_shard(rows: pa.Table, sink: Any) -> None:
     """Write rows, which must be sorted by key, to `sink` as a shard.
 
-    The file is compressed with zstd. Its log-probs are encoded with byte-stream-split, which saves 15% of the space, and every
+    The file is compressed with zstd. Its log-probs are encoded with byte-stream-split, which usually saves space, and every
     page has a checksum.
     """
     pq.write_table(

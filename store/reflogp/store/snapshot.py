@@ -205,8 +205,8 @@ class Snapshot:
         if self.damaged:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
-                f"reference {self.reference_id} has {counted(len(self.damaged), 'damaged shard')} ({shard}: {problem}); "
-                f"nothing is written until the damage is repaired; run {self.repair_command()}"
+                f"reference {self.reference_id} has {counted(len(self.damaged), 'damaged shard')} (for example {shard}: "
+                f"{problem}); nothing is written until the damage is repaired; run {self.repair_command()}"
             )
 
     def _indexed_places(self, hi: Words, lo: Words) -> Places:

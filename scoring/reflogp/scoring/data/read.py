@@ -500,9 +500,10 @@ def _json_array(text: str) -> Iterator[_Read]:
 
 
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Yield the rows of a CSV file. All values are text.
+    """Yield the rows of a CSV file.
 
-    An empty cell becomes null, as in `datasets`. A record with too few or too many cells is an unreadable row.
+    All values are text, but an empty cell is null, as in `datasets`. A record with too few or too many cells is an unreadable
+    row.
     """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:

@@ -122,8 +122,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     conversational = is_conversational(prompt, *completions)
     if conversational and not prompt:
         raise RowError(
-            "the conversation has no prompt; add one (without a prompt column, chosen and rejected must begin with the same "
-            "turn)"
+            "the conversation has no prompt; add a column `prompt`, or let chosen and rejected begin with the same turns and "
+            "then differ"
         )
     for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
         _check_type(name, value, conversational)

@@ -29,6 +29,7 @@ from reflogp.scoring.runs.spread.scorer import Worker, settle
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
+from reflogp.store.texts import counted
 
 #: Number of seconds without any placed worker after which the run warns, and number after which the run fails. A node that Ray
 #: adds takes minutes to start.
@@ -115,7 +116,7 @@ class ClusterWorkers:
             return
         self._without_since = self._without_since or now
         waited = now - self._without_since
-        asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
+        asked = ", ".join(counted(int(count), name[4:-1].upper()) for name, count in self._resources.items() if count)
         what = f"no worker could start: each worker needs {asked}, and the Ray cluster has {describe_cluster()} in total"
         if waited > self._place_seconds:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
