@@ -328,8 +328,10 @@ class _Tables:
         Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: what would
         contain the reference, such as "an export".
         """
+        if not self.references:
+            raise UsageError(f"{holder} must contain exactly one reference, but the store {self._store.uri} has none")
         if len(self.references) != 1:
-            names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
+            names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references)
             raise UsageError(
                 f"{holder} must contain exactly one reference; choose one with --reference. The store has: {names}"
             )

@@ -107,7 +107,7 @@ class ImageFile:
 
     def read(self) -> bytes:
         """Return the file's content. Raises RowError if the content has changed."""
-        data = _read(self.path, self.path, self.open_file)
+        data = _read("an image", self.path, self.open_file)
         if PixelCache.key(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
         return data
