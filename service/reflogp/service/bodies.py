@@ -248,7 +248,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         kind = MASKED_SEQUENCES if "attention_mask" in batch.schema.names else SEQUENCES
         columns = {name: batch.column(name) for name in kind.names}
         if any(column.null_count for column in columns.values()):
-            raise Problem(422, "a sequence is null", "send token ids for each sequence")
+            raise Problem(422, "a sequence or its attention_mask is null", "send a list for each sequence")
         flat = {name: column.flatten() for name, column in columns.items()}
         tokens += sum(len(flat[name]) for name in SEQUENCES.names)
         masked += len(flat.get("attention_mask", ()))

@@ -353,14 +353,15 @@ async def _download_bounded(
     """
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
+    patience = settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES
     size, since = 0, time.monotonic()
     try:
         while not (await asyncio.wait([download], timeout=_POLL_SECONDS))[0]:
             _check_going_on(deadline, settings, cancelled)
             if sink.size - size >= _LEAST_BYTES:
                 size, since = sink.size, time.monotonic()
-            elif time.monotonic() - since > settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES:
-                raise ValueError(f"fewer than {_LEAST_BYTES:,} bytes arrived within {settings.body_idle_seconds:g} seconds")
+            elif time.monotonic() - since > patience:
+                raise ValueError(f"fewer than {_LEAST_BYTES:,} bytes arrived within {patience:g} seconds")
         await download
     except httpx.HTTPError as error:
         raise ValueError(f"the connection failed ({type(error).__name__})") from error
