@@ -29,6 +29,10 @@ def test_a_whole_installation_with_a_model_and_a_store(reflogp, reference_folder
     code, out, _ = reflogp("doctor", "--store", store)
     assert code == 0
     assert "1 reference (" in out and "nothing is broken" in out
+    next(store.glob("*/reference.json")).write_text("{")
+    code, out, _ = reflogp("doctor", "--store", store, "--json")
+    assert code == 1
+    assert [entry["state"] for entry in findings(out)["store"]] == ["broken"]
 
 
 def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path, monkeypatch):

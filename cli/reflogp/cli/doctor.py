@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, out, print_json
-from reflogp.store import ReflogpError, Store, StoreNotFoundError, read_checkpoint, resolve_model
+from reflogp.store import ReflogpError, Store, StoreDamageWarning, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.texts import visible
 
 #: Extras that users can install, and what each one is for.
@@ -206,7 +207,9 @@ def _largest_room() -> int | None:
 def _store(uri: str) -> Iterator[Finding]:
     try:
         opened = Store(uri)
-        references = opened.references()
+        with warnings.catch_warnings(record=True) as damage:
+            warnings.simplefilter("always", StoreDamageWarning)
+            references = opened.references()
         for reference in references:
             opened.table(reference.reference_id).check_writable()
     except StoreNotFoundError as error:
@@ -214,6 +217,10 @@ def _store(uri: str) -> Iterator[Finding]:
         return
     except ReflogpError as error:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
+        return
+    for warning in damage:
+        yield Finding("store", "broken", str(warning.message), f"reflogp store verify {uri}")
+    if damage and not references:
         return
     if not references:
         yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` creates a store there")

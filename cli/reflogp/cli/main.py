@@ -105,8 +105,8 @@ def _run() -> tuple[int, str | None]:
         return EXIT_INTERRUPTED, str(error)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
-        if isinstance(error, NotAllowedError):
-            err.print("pass a token with --token, or set REFLOGP_TOKEN")
+        if isinstance(error, NotAllowedError) and error.status == 401:
+            err.print("pass a valid token with --token, or set REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except Exception as error:

@@ -263,7 +263,7 @@ class ServerSettings(BaseSettings):
         ge=0,
         le=1,
         description="Time in seconds that a scoring request waits for further requests, so that their sequences can be scored "
-        "in the same forward passes.",
+        "in the same forward passes. A request waits only if two requests overlapped within the last second.",
     )
     max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one scoring request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one scoring request.")

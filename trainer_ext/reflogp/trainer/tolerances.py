@@ -67,8 +67,8 @@ def explained(dtype: str) -> str:
     products = autocast_dtype(dtype)
     if products is None:
         return ""
-    flag = "fp16=True" if products == "float16" else "bf16=True"
-    return f" (float32 weights under torch.autocast, which {flag} enables; TRL's configs set bf16=True by default)"
+    flag = "fp16=True" if products == "float16" else "bf16=True, the default of TRL's configs,"
+    return f" (float32 weights under torch.autocast, which {flag} enables)"
 
 
 def how_to_compute_in(dtype: str) -> str:
