@@ -28,7 +28,10 @@ class PerTokenMixin(RemoteReferenceMixin):
             raise ImportError(f"{type(self).__name__} needs TRL 0.22 or newer: the installed version lacks {_HOOK}")
         super().__init__(*positional, **named)
         if hasattr(self, "liger_grpo_loss"):
-            raise UsageError("with use_liger_loss=True, TRL's loss would ignore the service's values: set use_liger_loss=False")
+            raise UsageError(
+                "TRL's Liger loss would ignore the service's values: set use_liger_kernel=False, or use TRL 1.14 or newer, where "
+                "use_liger_kernel does not change the loss"
+            )
         if self.args.n_gpu > 1:
             raise UsageError(
                 f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, so the model is wrapped in DataParallel: "
