@@ -48,7 +48,7 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     """
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
-        return SpotCheck("not checked: rows cannot be chosen at random from a stream", [], [])
+        return SpotCheck("not checked: rows cannot be chosen at random from a stream or an empty dataset", [], [])
     chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(rows, len(dataset))))
     source = getattr(trainer, "reference", None)
     if source is not None and source.is_service:

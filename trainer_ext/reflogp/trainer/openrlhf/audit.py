@@ -107,7 +107,7 @@ class RunAudit:
         self._forwards = ForwardCount(policy)
         self._forwards.watch_others()
         if settings.logging_strategy == "no":
-            self._not_run["logs"] = "OpenRLHF logs only to wandb and TensorBoard, but both are off"
+            self._not_run["metrics"] = "OpenRLHF logs only to wandb and TensorBoard, but both are off"
 
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
@@ -225,7 +225,7 @@ class RunAudit:
         self._forwards.remove()
         self._finished = True
         if not self._logs_compared:
-            self._not_run["metrics"] = "nothing was logged"
+            self._not_run.setdefault("metrics", "nothing was logged")
         self._report("schedule", self._schedule.missed())
         self._settle()
         self.write()
