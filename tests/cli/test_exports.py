@@ -345,7 +345,7 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
     "change, form, says",
     [
         (nan_in_row_3, DPO, "NaN or infinite (row 3)"),
-        (zero_in_row_7, FAIRSEQ2, "sums of 0, which fairseq2 treats as missing (row 7)"),
+        (zero_in_row_7, FAIRSEQ2, "log-prob sums of 0, which fairseq2 treats as missing (row 7)"),
         (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "without tokens (row 2)"),
         (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write the file again"),
         (without("src"), FAIRSEQ2, "lacks columns that fairseq2 reads (src)"),

@@ -240,7 +240,7 @@ def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(tmp_path, mo
     sparse_checkpoint(tmp_path, 5_000_000_000, 4)  # 20 GB in bfloat16, 40 GB in float32
     Gpu(monkeypatch, free=10 * GIB)  # and 1 GiB that torch has reserved
     said = refusal(tmp_path, "bfloat16")
-    assert f"{tmp_path} does not fit the memory of cuda:0 in bfloat16: it needs 18." in said
+    assert f"{tmp_path} does not fit in the memory of cuda:0 in bfloat16: it needs 18." in said
     assert "GiB for weights" in said and "but only 11.0 GiB are free" in said
     assert "--engine vllm --tensor-parallel 2," in said + "," and "on a machine with" not in said
     assert "--tensor-parallel 4" in refusal(tmp_path, "float32")
@@ -452,7 +452,7 @@ def test_a_model_larger_than_the_device_is_refused_while_others_stay(reference_f
     engines = worker.loop._engines
     loaded = engines.get(there)
     monkeypatch.setattr(memory, "total_memory", lambda: 1 << 20)
-    with pytest.raises(OutOfMemoryError, match=r"does not fit the memory of cpu in bfloat16: .* the device has only 0.0 GiB"):
+    with pytest.raises(OutOfMemoryError, match=r"does not fit in the memory of cpu in bfloat16: .* device has only 0.0 GiB"):
         engines.get(larger)
     assert engines.peek(there) is loaded
 

@@ -201,7 +201,7 @@ def test_a_card_leads_nowhere_else(server, folder, listener, place, end, tmp_pat
         ({"README.md": b"x" * (5 << 20), "a.jsonl": b"{}\n"}, "README.md is longer than"),
         ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"metadata in \.huggingface\.yaml is not supported"),
         ({"a.txt": b"text\n"}, r"a\.txt does not end in"),
-        ({"a@b.jsonl": b"{}\n"}, "is not a file on the Hub"),
+        ({"a@b.jsonl": b"{}\n"}, "is not the URI of a file on the Hub"),
         ({"odd.py": b"print()\n"}, "cannot load the dataset"),
     ],
 )

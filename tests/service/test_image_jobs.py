@@ -176,7 +176,7 @@ def test_an_image_that_changes_during_a_job_leaves_the_worker_alive(service, pla
         assert done_.state == "done", done_
         errors = set(result_of(client, job)["error"].to_pylist())
     assert [worker.pid for worker in service.workers()] == workers
-    assert all(error is None or "was changed" in error or "no value is stored" in error for error in errors)
+    assert all(error is None or "was changed" in error or "is missing from the store" in error for error in errors)
 
 
 def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):

@@ -339,7 +339,7 @@ class TestRefused:
         [
             ("rloo", {"args": {"beta": 0.0}}, "makes TRL ignore the reference"),
             ("grpo", {"args": {"beta": 0.0}}, "makes TRL ignore the reference"),
-            ("rloo", {"args": {"sync_ref_model": True}}, "set it to False"),
+            ("rloo", {"args": {"sync_ref_model": True}}, "set sync_ref_model=False"),
             ("rloo", {"more": {"reference_deadline": 0}}, "above 0"),
             ("rloo", {"reference": "half"}, 'dtype = "float32"'),
             ("online_dpo", {"reference": "half"}, 'dtype = "float32"'),

@@ -151,7 +151,7 @@ def test_an_image_whose_tokens_vllm_would_not_make_is_refused(idefics3):
     between = next(at for at in range(places[0], places[-1]) if ids[at] < FIRST_IMAGE_ID)
     ids[between] += 1
     changed = Sequence(ids, sequence.completion_ids, images=sequence.images)
-    with pytest.raises(InvalidSequencesError, match="other tokens for an image") as caught:
+    with pytest.raises(InvalidSequencesError, match="different tokens for an image") as caught:
         engine.score([changed, other])
     assert list(caught.value.problems) == [0] and len(caught.value.results[1])
 

@@ -30,7 +30,9 @@ def demo(
     ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
-    dtype: Annotated[str, typer.Option(help="Compute dtype: a value of `reflogp score --dtype`, except auto.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Compute dtype of the reference: any value of `reflogp score --dtype` except auto.")
+    ] = "float32",
 ) -> None:
     """Show a complete run: score real pairs, read their values from the store, train with DPO, and plot the values.
 
@@ -99,7 +101,7 @@ def demo(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     few = max(1, len(losses) // 5)
     first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
-    out.print(f"   loss {first:.4f} in the first fifth of the steps, {last:.4f} in the last fifth")
+    out.print(f"   mean loss: {first:.4f} in the first fifth of the steps, {last:.4f} in the last fifth")
 
     plot = folder / "logps.png"
     _plot(trainer, plot)

@@ -58,7 +58,7 @@ def doctor(
         ),
     ] = None,
     store: Annotated[
-        str | None, typer.Option(help="Also check whether this store can be read and written.", metavar="URI")
+        str | None, typer.Option(help="Also check whether this store is readable and writable.", metavar="URI")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also check whether this service responds and accepts the token.")] = None,
     token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
@@ -127,7 +127,7 @@ def _vllm() -> Finding:
             "vllm",
             "broken",
             f"REFLOGP_VLLM_PYTHON={named} cannot be run",
-            "set the variable to the Python interpreter of an environment with vLLM",
+            "set REFLOGP_VLLM_PYTHON to the Python interpreter of an environment with vLLM and reflogp",
         )
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")

@@ -85,9 +85,9 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="If MODEL contains no weights: the reference whose model the server runs, given as an id in the store or a file "
-        "written by `reflogp reference`. The dtype is taken from this reference. Without weights, reflogp cannot "
-        "check the server's values.",
+        help="Required if MODEL contains no weights: the reference whose values the server computes. Pass a reference id from "
+        "the store, or a file written by `reflogp reference`. The dtype is taken from this reference. With this option, "
+        "reflogp does not check the server's values.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),

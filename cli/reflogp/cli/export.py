@@ -60,8 +60,9 @@ def export(
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="megatron-bridge: JSON file with the fields of Megatron-Bridge's expected_scoring_metadata(config). "
-            "They are copied to scoring_metadata.json in the output, which the training run compares with its own config."
+            help="megatron-bridge: JSON file with the fields of the object that Megatron-Bridge's "
+            "expected_scoring_metadata(config) returns. This command copies these fields to scoring_metadata.json in the "
+            "output folder. The training run compares that file with its own config."
         ),
     ] = None,
     as_json: options.AsJson = False,

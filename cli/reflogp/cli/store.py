@@ -58,7 +58,7 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
         for entry in found:
             out.print(
                 f"{entry['reference_id']}  {entry['name']} in {entry['dtype']}: snapshot {entry['snapshot']}, "
-                f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {_size(entry['bytes'])}"
+                f"{counted(entry['sequences'], 'sequence')}, {counted(entry['shards'], 'shard')}, {_size(entry['bytes'])}"
             )
     tables.exit_if_failed()
 
@@ -159,8 +159,8 @@ def vacuum_(
         int,
         typer.Option(
             min=0,
-            help="Keep replaced shards and files of crashed writers for this many hours. Readers of older snapshots may need "
-            "the replaced shards.",
+            help="Number of hours to keep shards that compaction has replaced, and files of crashed writers. Readers of older "
+            "snapshots may need these shards.",
         ),
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, but delete nothing.")] = False,
@@ -244,7 +244,8 @@ def push(
         bool,
         typer.Option(
             "--replace",
-            help="Overwrite the repository's log-probs, even if it is damaged or contains rows that are not in the snapshot.",
+            help="Overwrite the repository's log-probs, even if the repository is damaged or contains rows that are not in the "
+            "snapshot.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -265,7 +266,8 @@ def push(
         pushed = f"{counted(done.rows, 'sequence')} in {counted(done.files, 'file')}"
         out.print(f"{pushed} pushed to {repository}, commit {done.commit}")
     else:
-        out.print(f"{repository} already has these {done.rows:,} sequences in commit {done.commit}")
+        sequences = counted(done.rows, "sequence")
+        out.print(f"nothing to push: commit {done.commit} of {repository} already contains the snapshot's {sequences}")
 
 
 @app.command("pull")
@@ -318,8 +320,8 @@ class _Tables:
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
             raise UsageError(
-                f"--reference {reference} must match exactly one reference, but matches {len(self.references)} in {store.uri}; "
-                f"the store has: {there}"
+                f"--reference {reference} must be the beginning of exactly one reference id, but is the beginning of "
+                f"{len(self.references)} ids in {store.uri}; the store has: {there}"
             )
 
     def only(self, holder: str) -> LogprobTable:

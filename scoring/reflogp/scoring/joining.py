@@ -362,4 +362,4 @@ class _Stream:
 
 
 def _unpickled(_: str) -> Any:
-    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start workers with fork")
+    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start it with fork")

@@ -77,14 +77,16 @@ def places(
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
-        raise UsageError(f"device {others[0]}: for this engine, give the GPUs by number, such as cuda:0,cuda:1")
+        raise UsageError(
+            f"device {others[0]}: in a list of devices for this engine, give the GPUs by number, such as cuda:0,cuda:1"
+        )
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
     if "all" in devices and len(groups) > 1:  # drop the GPUs of an incomplete group
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
         raise UsageError(
-            f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}: use a multiple of {gpus_each} GPUs, or "
-            "reduce tensor parallelism"
+            f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}, one group for each engine: use a "
+            f"multiple of {gpus_each} GPUs, or reduce tensor parallelism"
         )
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 

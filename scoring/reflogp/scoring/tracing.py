@@ -67,8 +67,8 @@ def run_span(
         name: name of the root span.
         parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
         stops: exceptions that end the run but do not count as errors.
-        flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans; if SIGTERM
-            arrives during the run, send the spans before the process exits.
+        flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans, and do the
+            same before the process exits if SIGTERM arrives during the run.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()

@@ -42,7 +42,7 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor of a model. Return None if the model accepts only text, or if one of the folders has only a tokenizer.
+    """Load a model's processor. Return None if the model accepts only text, or if `folder` or `model` has only a tokenizer.
 
     Args:
         folder: folder of the processor, which may be the model's folder.

@@ -71,7 +71,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}  # digest of the cookie -> session, oldest first
 
     def begin(self, token: str) -> str:
-        """Begin a session for a known token, and return the value of its cookie."""
+        """Begin a session for a known token, and return the value of the session cookie."""
         sha256, now = digest_of(token), time.monotonic()
         self._sessions = {name: session for name, session in self._sessions.items() if session.expires_at > now}
         own = [name for name, session in self._sessions.items() if session.sha256 == sha256]
@@ -148,12 +148,12 @@ def still_allowed(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return whether the caller may read the details of all jobs, rather than only of the jobs that it submitted."""
+    """Return True if the caller may read the details of all jobs, or False if only those of the jobs that it submitted."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 
 
 def require_scope(entry: TokenSettings, scope: Scope) -> None:
-    """Raise Problem 403 unless the token has the given scope or the scope `admin`."""
+    """Raise a Problem with status 403 unless the token has the given scope or the scope `admin`."""
     if not {scope, "admin"} & entry.scopes:
         raise Problem(403, f"token {entry.name!r} does not have the scope {scope!r}", "ask for a token with this scope")

@@ -119,7 +119,7 @@ def media_type(request: Request) -> str:
 def require_type(request: Request, *accepted: str) -> str:
     """Return the body's media type.
 
-    Raise Problem 415 if the request has no Content-Type, or if the route does not accept it.
+    Raise Problem 415 if the request has no Content-Type, or one that the route does not accept.
 
     This check protects against web pages on other sites, which can make a browser send requests to this service. If such a
     request has no content type, or one of the three content types of HTML forms, the browser sends it without a CORS preflight
@@ -176,8 +176,8 @@ def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema with every reference to `$defs` replaced by the definition itself.
 
-    References to `$defs` are resolved from the root of the document. In an OpenAPI document, this schema is not the root, so
-    they could not be resolved.
+    References to `$defs` are resolved from the root of the document, so they would be invalid in an OpenAPI document, where
+    the schema is not the root.
     """
     definitions = schema.pop("$defs", {})
 
@@ -255,11 +255,15 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         if max(tokens, masked) > max_tokens:
             raise _too_many_tokens(max_tokens)
         if any(values.null_count for values in flat.values()):
-            raise Problem(422, "a token id is null", "send an integer for each token")
+            raise Problem(422, "a token id or attention_mask value is null", "send an integer for each token")
         try:
             lists = [pa.ListArray.from_arrays(_offsets(columns[name]), flat[name].cast(pa.int32())) for name in kind.names]
         except pa.ArrowInvalid as error:
-            raise Problem(422, "a token id does not fit into 32 bits", "send ids from the model's vocabulary") from error
+            raise Problem(
+                422,
+                "a token id or attention_mask value does not fit into 32 bits",
+                "send ids from the model's vocabulary, and 0 or 1 in attention_mask",
+            ) from error
         parts.append(pa.record_batch(lists, schema=kind))
     return pa.Table.from_batches(parts, kind)
 

@@ -123,7 +123,7 @@ class HeadLimit:
     uvicorn's own limit is not enough, because it applies only to request heads that arrive in several pieces.
 
     Args:
-        max_bytes: maximum total size of the headers, and maximum size of the request target.
+        max_bytes: limit that applies separately to the length of the request target and to the total size of the headers.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -146,7 +146,7 @@ class HeadLimit:
 
 
 class ActiveRequests:
-    """Middleware that responds to a request with status 503 if `most` requests are already being processed.
+    """Middleware that responds with status 503 to any further request while `most` requests are being processed.
 
     Idle connections do not count toward `most`.
     """
@@ -177,8 +177,8 @@ def waiting_connections(max_connections: int) -> int:
     """Return the maximum number of connections that may wait for the head of a request.
 
     This number does not include the connections with a request in progress, of which there are at most `max_connections`. If
-    the process's soft limit on open files is too low for both kinds of connections, raise the soft limit, at most to the hard
-    limit.
+    the process's soft limit on open files is too low for the waiting and the active connections together, raise it as far as
+    necessary, but not above the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,10 +3,10 @@
 `check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
-even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses. `fetch`
-checks all addresses of such a host, then connects to one of them without resolving the name again. The prefix s3:// allows
-every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a
-revision allows the repository's files at every revision.
+even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses, but
+only on port 443. `fetch` checks all addresses of such a host, then connects to one of them without resolving the name again.
+The prefix s3:// allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a
+repository without a revision allows the repository's files at every revision.
 
 If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
@@ -105,7 +105,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error for a URI that `fetch` would refuse even before it opens a connection.
+    """Raise an error if a URI, or the config for it, can be refused without opening a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it names neither a file with
@@ -204,7 +204,7 @@ def _parse(uri: str) -> _Uri:
     elif scheme == _HUB:
         if authority not in ("", "datasets") or query or "%" in path:
             raise ValueError(
-                "the URI of a file on the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % or ?"
+                "the URI of a dataset on the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION][/PATH], without % or ?"
             )
         host, port = authority, None
     elif scheme in _PORTS:
@@ -349,7 +349,7 @@ async def _download_bounded(
 ) -> None:
     """Download the content of a URI into a sink.
 
-    Raise an error if a time limit in the settings is exceeded or the fetch is cancelled.
+    Raise ValueError if the download fails or exceeds a time limit, and FetchCancelledError if `cancelled` returns True.
     """
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
@@ -373,7 +373,7 @@ async def _download_bounded(
 
 def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
     if cancelled():
-        raise FetchCancelledError("the job was cancelled while its dataset was being fetched")
+        raise FetchCancelledError("the job was cancelled, or the service is stopping")
     if time.monotonic() > deadline:
         raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
 
@@ -518,7 +518,7 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A hidden file that receives a dataset, or one file of a dataset, and the digest of the bytes written so far.
+    """A writer that saves a dataset, or one of its files, as a hidden file and computes the digest of the bytes written.
 
     Args:
         size: number of bytes of the same dataset that have already been written to other files.

@@ -17,10 +17,10 @@ from reflogp.store.texts import byte_count
 
 
 class DatasetQuota:
-    """A limit on the total size of datasets, and a count of the bytes in use. Thread-safe.
+    """A limit on the total size of uploads and fetched datasets, and a count of the bytes in use. Thread-safe.
 
     Args:
-        most: maximum total size of all datasets, in bytes.
+        most: the limit, in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -110,7 +110,7 @@ class FetchedFolder:
                 raise self._no_room()
 
     def check_room(self, size: int) -> None:
-        """Raise ValueError if `size` more bytes would exceed the quota."""
+        """Raise ValueError if `size` more bytes would exceed the quota even after all unneeded files are deleted."""
         if not self._room.fits(size):
             raise self._no_room()
 

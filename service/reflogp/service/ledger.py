@@ -73,7 +73,8 @@ class Submission:
     """A job that is being submitted.
 
     Attributes:
-        identity: string that identifies the job. Submitting the same identity again does not create a second job.
+        identity: the submitter and the Idempotency-Key, or `content` if no key was sent. Submitting the same identity again
+            does not create a second job, except in the cases described under `lasting`.
         content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
         lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
             changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
@@ -101,10 +102,9 @@ class Claim:
     """A job that is about to run on a worker.
 
     Attributes:
-        deaths: number of workers that have died since the job last made progress, excluding deaths that reduced the number of
-            suspects.
-        suspects: keys (hex) of the sequences that a worker was scoring when it died. The suspects are scored again in smaller
-            and smaller groups, to find the sequence that kills workers.
+        deaths: number of worker deaths since the job last made progress, excluding those that reduced the number of suspects.
+        suspects: keys (hex) of the sequences that may have killed a worker, because the worker was scoring them when it died.
+            The suspects are scored again in smaller and smaller groups, to find the sequence that kills workers.
         poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
@@ -147,7 +147,7 @@ class Ledger:
         return self._file.failures
 
     def probe(self) -> None:
-        """Test whether the ledger can be written to, and update `trouble`. A failed write raises no error."""
+        """Test whether the ledger can be written to, and update `trouble`. If it cannot, no error is raised."""
         self._file.probe()
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Ledger:
         return int(row["n"]) if row else 0
 
     def highest_queued_priority(self) -> int | None:
-        """Return the highest priority among the queued jobs that have a dataset file, or None if no queued job has one."""
+        """Return the highest priority among queued jobs with a dataset file, or None if no queued job has a dataset file."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
         return None if row is None else row["priority"]
@@ -262,7 +262,8 @@ class Ledger:
 
         Args:
             loaded: ids of the references whose models the asking worker has loaded.
-            patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs.
+            patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs of the same
+                priority.
             but: ids of jobs to skip.
         """
         here = list(loaded)
@@ -360,7 +361,7 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again because its fetched file no longer exists. The dataset is then fetched again."""
+        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists."""
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -383,7 +384,7 @@ class Ledger:
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died. End the job instead if it was cancelled or has reached `limit`.
+        """Queue a job again after its worker died. End it instead if it was cancelled or too many workers died (see `limit`).
 
         Args:
             suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
@@ -391,8 +392,7 @@ class Ledger:
             limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
-            The number of workers that have died since the job last made progress, excluding deaths that reduced the number of
-            suspects.
+            The number of worker deaths since the job last made progress, excluding those that reduced the number of suspects.
         """
 
         def died(db: sqlite3.Connection) -> int:

@@ -158,7 +158,7 @@ class LedgerFile:
     def probe(self) -> None:
         """Test whether the ledger can be used, and update `trouble`. If the ledger cannot be used, no error is raised.
 
-        The test is a write that changes nothing. If `trouble` says that the file is damaged, its pages are checked too.
+        The test is a write that changes nothing. If `trouble` says that the file is damaged, the file's pages are checked too.
         """
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
@@ -331,9 +331,10 @@ def damaged_ledger(file: Path, what: str) -> str:
     """Return the error message for a damaged ledger. The message lists the recovery steps."""
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
-        f" another folder, run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there, replace {file.name} with"
-        f" recovered.sqlite, delete {file.name}-wal if it exists, and start the service; if recovery fails, move"
-        f" {file.name} and {file.name}-wal away and submit the jobs again: their values are in the store"
+        f" another folder, and run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there; then, in the state folder,"
+        f" replace {file.name} with recovered.sqlite, delete {file.name}-wal if it exists, and start the service; if recovery"
+        f" fails, move {file.name} and {file.name}-wal out of the state folder, start the service, and submit the jobs again:"
+        " their values are in the store"
     )
 
 

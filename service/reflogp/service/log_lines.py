@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """A log formatter that appends the job id and the request id of a record to its line, if the record has them."""
+    """A log formatter that appends the record's job id and request id, if any, to the line."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

@@ -31,7 +31,8 @@ class Metrics:
         self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
         self.sequences = Counter(
             "reflogp_sequences",
-            "Sequences whose values were in the store (hit), and sequences that an engine scored (scored).",
+            "Sequences whose values were in the store or that occurred earlier in the same job (hit), and sequences that an"
+            " engine scored (scored).",
             ["way", "how"],
             registry=registry,
         )
@@ -84,8 +85,8 @@ class Metrics:
         Args:
             ready: number of workers that accept work.
             answering: number of workers that accept work and answer pings.
-            busy: worker number -> what the worker's engine is doing ("load" or "pass") and for how many seconds, or None if the
-                engine is idle.
+            busy: worker number -> ("load" or "pass", seconds since the engine began this model load or forward pass), or None
+                if the worker's engine is idle.
         """
         self._workers.set(ready)
         self._answering.set(answering)

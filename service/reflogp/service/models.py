@@ -108,7 +108,7 @@ class JobSettings(BaseModel):
 
 
 class JobRequest(JobSettings):
-    """A request to score a dataset with a reference (a precompute job)."""
+    """A request for a precompute job, which scores a dataset with a reference."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -132,12 +132,12 @@ class JobProgress(BaseModel):
     )
     hits: int = Field(
         0,
-        description="Number of sequences that were not scored, because their values were already in the store or because"
-        " they are duplicates within the dataset. Once the job is done, this number no longer includes duplicates.",
+        description="Number of sequences whose values were already in the store. Until the job is done, this number also"
+        " includes duplicates within the dataset.",
     )
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(
-        0, description="Number of rows that have failed so far. They have no values. The result contains the error of each row."
+        0, description="Number of rows that have failed so far. For each of them, the result has an error instead of values."
     )
     tokens: int = Field(0, description="Number of tokens in the scored sequences.")
     tokens_per_second: float = Field(
@@ -158,7 +158,7 @@ class Job(BaseModel):
     dataset: DatasetSpec | None = Field(
         description="Dataset of the job. None unless the caller's token has the scope `read` or submitted the job."
     )
-    reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and numerics.")
+    reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and dtypes.")
     submitted_by: str = Field(
         description="Name of the token that first submitted the job. Empty unless the caller's token has the scope `read` or is"
         " this token."
@@ -200,8 +200,7 @@ class Job(BaseModel):
         """Return a copy of the job without the data that only its first submitter and callers with the scope `read` may see.
 
         Args:
-            asked: the request with which the caller submitted the same job, if any. The copy contains the settings and dataset
-                of this request.
+            asked: the caller's own request for this job, if any. The copy contains the settings and dataset of this request.
         """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(
@@ -251,7 +250,7 @@ class Outlier(BaseModel):
 
 
 class RowProblem(BaseModel):
-    """A dataset row without values."""
+    """A dataset row without values, and the reason."""
 
     row: int = Field(description="Number of the row in the dataset, starting at 0.")
     error: str = Field(description="Reason why the row has no values.")
@@ -264,8 +263,10 @@ class Report(BaseModel):
         description="Histograms of mean log-probs per token (chosen and rejected, or completion), and of margins (chosen minus"
         " rejected)."
     )
-    outliers: list[Outlier] = Field(description="Rows with unusual values, up to four for each reason in `why`.")
-    bad_rows: list[RowProblem] = Field(description="The first hundred rows without values. The result lists all such rows.")
+    outliers: list[Outlier] = Field(description="Rows with unusual values: for each value of `why`, up to four rows.")
+    bad_rows: list[RowProblem] = Field(
+        description="The first hundred rows without values, apart from dropped rows. The result has the errors of all rows."
+    )
     dropped_rows: int = Field(
         description="Number of rows that were dropped because their prompt alone fills max_length. Training drops them too."
     )

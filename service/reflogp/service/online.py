@@ -161,9 +161,10 @@ class OnlineScoring:
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
         """After a worker's process has exited, send the worker's unanswered requests to its next process.
 
-        Return True if the exited process was computing any of these requests. The next process computes each of those alone.
+        If the exited process was computing a request, the next process computes that request alone. A request fails if the
+        worker is broken, or once _DEATHS processes have died while computing the request.
 
-        A request fails if the worker is broken, or once _DEATHS processes have died while computing the request.
+        Return True if the exited process was computing any of the requests.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -277,8 +278,8 @@ class OnlineScoring:
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.
 
-        Return a list with the values of each sequence (None if they are not stored), and the number that identifies the
-        snapshot (None if the store has no values for the reference).
+        Return a list with the values of each sequence (None if they are not stored), and the number of the snapshot
+        that was read (None if the store has no values for the reference).
         """
         try:
             snapshot = self._registry.snapshot(reference_id, None)
@@ -301,7 +302,7 @@ class OnlineScoring:
 
     def _too_late(self) -> Problem:
         self._metrics.refused.labels("deadline").inc()
-        return Problem(504, "the deadline has passed", "allow more time, or send fewer sequences per request")
+        return Problem(504, "the deadline has passed", "set a longer deadline, or send fewer sequences per request")
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:

@@ -97,7 +97,7 @@ class WorkerHandle:
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the worker. If its process does not accept the frame, keep it for the worker's next process."""
+        """Send a frame to the worker. If the current process does not accept the frame, keep the frame for the next process."""
         data = encode(message, body)
         if self.process is None or not self.process.send(data):
             self._backlog.append(data)
@@ -150,11 +150,11 @@ class Pool:
         configurations: one configuration per worker.
         start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
-        on_death: called with the reason when a worker's process has exited, except while the pool is closing.
+        on_death: called after a worker's process has exited, with the worker and the reason, except while the pool is closing.
         max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
             operating system does not kill some other process.
-        silence_seconds: maximum time that a worker may take to answer a ping before it is killed. A worker that is still
-            starting may take ten times as long.
+        silence_seconds: maximum time for a worker to answer a ping. A worker that takes longer is killed. A worker that is
+            still starting may take ten times as long.
         max_pass_seconds: maximum duration of a forward pass, or None for no limit. A worker whose pass takes longer is killed.
     """
 

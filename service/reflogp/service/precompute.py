@@ -85,7 +85,7 @@ class Precompute:
         settings: the service's settings.
         folder: the state folder. Results are written to its subfolder `results`.
         ledger: the job ledger.
-        registry: references by name or id.
+        registry: the service's references, accessible by name or id.
         uploads: folder of uploaded dataset files.
         fetched: folder of dataset files fetched from URIs.
         metrics: metrics to update.
@@ -404,7 +404,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the ledger write for a worker's message that it has finished or stopped its job."""
+        """Return the ledger write for a message in which a worker reports that its job is done, has failed, or was stopped."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -490,7 +490,7 @@ class Precompute:
         known = self._pending.jobs | held
         if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or the job's worker ended", known):
             logger.info(
-                "requeued %s that the ledger listed as running but no worker was running (cancelled jobs were ended instead)",
+                "the ledger listed %s as running without a worker; each was queued again, or ended if it was cancelled",
                 counted(lost, "job"),
             )
 
@@ -583,7 +583,7 @@ class Precompute:
             worker.send({"op": "stop", "job": claim.id, "why": running.stop_reason})
 
     def _stop_if_cancelled(self) -> None:
-        """Tell the workers of cancelled jobs to stop."""
+        """Tell each worker whose job was cancelled to stop running the job."""
         for number, running in self._running.items():
             if running.claim.id in self._cancelled and not running.cancelled.is_set():
                 running.cancelled.set()
@@ -612,9 +612,9 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Check that a dataset has not changed since the job was submitted; return the allowed root folder that contains it.
+        """Return the allowed root folder that contains the dataset of a job that named a path.
 
-        Raise Problem if the dataset has changed, or is no longer allowed.
+        Raise Problem if the dataset has changed since the job was submitted, or is no longer allowed.
         """
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:

@@ -78,7 +78,7 @@ class Problem(Exception):
 
 
 def problem_of(error: ReflogpError) -> Problem:
-    """Return the Problem for a reflogp error. If no status is listed for the error's class, the status is 500."""
+    """Return the Problem for a reflogp error. If the error matches no class in _STATUS, the status is 500."""
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
@@ -116,7 +116,7 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return Problem(
-            500, f"the service failed ({type(error).__name__})", "report this together with the service's log"
+            500, f"the service failed ({type(error).__name__})", "report this error and attach the service's log"
         ).response()
 
 

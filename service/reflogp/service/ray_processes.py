@@ -1,7 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-For each worker process, an actor on the node starts the process and relays bytes between the process and the service. In the
-service's event loop, a RayProcess represents the worker process.
+For each worker process, a Ray actor (Relay) starts the process on a node, and relays bytes between the process and the service.
+In the service's event loop, a RayProcess represents the worker process.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class RayWorkers:
     Attributes:
         choice: engine and device of each worker.
         count: number of workers.
-        folders: local folders that the workers share with the service.
+        folders: folders that each worker's node must share with the service.
     """
 
     choice: EngineChoice
@@ -244,11 +244,12 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
         address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
             $RAY_ADDRESS, or "local" if the variable is not set.
         device: auto, cpu or cuda.
-        count: number of workers; None means as many workers as the cluster's current resources allow.
+        count: number of workers; None means as many workers as fit on all current nodes of the cluster.
         store: URI of the store.
         state: state folder of the service.
 
-    Raise UsageError if the cluster or the device does not exist, and StoreUnavailableError if the store cannot be created.
+    Raise UsageError if there is no cluster at the address or `device` has any other value, and StoreUnavailableError if the
+    store's folder cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)

@@ -87,7 +87,7 @@ class ReferenceRegistry:
         ]
 
     def model_of(self, name_or_id: str) -> Reference:
-        """Return the reference in the settings with the given name or id. This service can load its model.
+        """Return the reference with the given name or id. The service has models only for references in the settings.
 
         Raise ReferenceNotFoundError if the reference is unknown, or is in the store but not in the settings.
         """
@@ -101,7 +101,7 @@ class ReferenceRegistry:
         return found
 
     def tokenizer_digest(self, reference: Reference) -> str | None:
-        """Return the digest of the tokenizer files currently in the model's folder, or None if they cannot be read."""
+        """Return the digest of the tokenizer files now in the folder of a reference's model, or None if they cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
                 with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:

@@ -51,7 +51,10 @@ def default_request_memory(total_bytes: int) -> int:
 
 
 class _Share:
-    """The share of RequestMemory for small or for large requests. Waiting requests are served in order of arrival."""
+    """One of the two parts of RequestMemory: the part for small requests, or the part for large ones.
+
+    Waiting requests are served in order of arrival.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -49,9 +49,9 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """Return the allowed root folder that contains a path that `resolve_path` returned.
+    """Return the allowed root folder that contains `file`, a path returned by `resolve_path`.
 
-    Raise Problem if the path is no longer inside any root folder.
+    Raise Problem if the path is no longer inside any allowed root folder.
     """
     for root in sorted((root.expanduser().resolve() for root in settings.dataset_roots), key=lambda root: len(root.parts)):
         if file.is_relative_to(root):

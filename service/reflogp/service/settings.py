@@ -44,7 +44,9 @@ class ReferenceSettings(BaseModel):
     """Settings of a reference model that the service offers under a name."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str = Field(description="Folder with config.json and safetensors files, a PEFT adapter's folder, or a hub id.")
+    model: str = Field(
+        description="A model folder (with config.json and safetensors files), the folder of a PEFT adapter, or a hub id."
+    )
     dtype: str = Field(
         "bfloat16",
         description="Compute dtype: `bfloat16`, `float32` or `float16`; `bfloat16-autocast` or `float16-autocast` (float32 "
@@ -277,8 +279,8 @@ class ServerSettings(BaseSettings):
     )
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Jobs may name datasets by URIs that start with one of these prefixes: https://host/folder/, "
-        "s3://bucket/folder/, hf://datasets/organisation/name. Default: none. A host named in "
+        description="Prefixes of the URIs by which jobs may name datasets, such as https://host/folder/, "
+        "s3://bucket/folder/ or hf://datasets/organisation/name. Default: none. A host named in "
         "a prefix is trusted, even in a private network; https:// alone allows all hosts with public addresses.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")

@@ -1,18 +1,18 @@
 """Reject requests from other sites' pages, and add security headers to every response.
 
-Any page can make a browser send requests to this service. Such requests carry this service's cookies, and may come from a
-browser behind the firewall that protects the service. Three headers show whether a request comes from a page of another site,
-rather than from a page of ours or from a program:
+Any page can make a browser send requests to this service. Such requests may carry this service's cookies, and may come from a
+browser behind the firewall that protects the service. Three headers distinguish requests made by other sites' pages from
+requests made by this service's own pages or by programs:
 
 - Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
   rebinding), so unknown host names are rejected.
-- Sec-Fetch-Site says how the page's site relates to ours. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over
-  HTTPS and to loopback addresses.
+- Sec-Fetch-Site says whether the page shares this service's origin, shares only its site, or belongs to another site.
+  Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over HTTPS and to loopback addresses.
 - Origin is the scheme, host and port of the page's URL. Browsers send Origin with every request that can change something.
 
-Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that change
-something are checked in the same way as by Go's net/http.CrossOriginProtection. Requests with read-only methods are checked by
-the standard resource isolation policy (web.dev/articles/fetch-metadata).
+Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that can
+change something are checked in the same way as in Go's net/http.CrossOriginProtection. For requests with read-only methods, the
+checks follow the standard resource isolation policy (web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class SameSiteGuard:
             return Problem(403, "the service does not accept this host name", next_step)
         if is_from_elsewhere(method, headers):
             return Problem(
-                403, "the request was made from a page on another site", "open this service's own pages, or use a client"
+                403,
+                "the request was made from a page on another site",
+                "open this service's own pages, or send the request from a program instead of a browser",
             )
         return None
 
@@ -139,7 +141,7 @@ def is_of_own_page(headers: Headers) -> bool:
 
 
 def _names(origin: str, headers: Headers) -> bool:
-    """Return True if an origin has the host and port of the request (from Host or, behind a proxy, X-Forwarded-Host).
+    """Return whether an origin has the host and port of the request, as given by Host or by X-Forwarded-Host (set by proxies).
 
     X-Forwarded-Host can be trusted here: a page of another site cannot make a browser send it, because the browser would first
     send a preflight request, which this service always rejects.

@@ -182,8 +182,8 @@ class UploadFolder:
     def collect(self, older_than: datetime) -> int:
         """Delete files that no upload and no job uses, and return the number of deleted files.
 
-        Keep files that were received, or returned by `resolve`, after `older_than` or within the last ten minutes. A failed or
-        cancelled job still uses its file, because the job can be retried. A job that is done does not.
+        But keep unused files that were received, or returned by `resolve`, within the last ten minutes or after `older_than`.
+        A failed or cancelled job still uses its file, because the job can be retried. A job that is done does not.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
@@ -265,7 +265,10 @@ class UploadFolder:
 
 
 def _suffix_of(name: str) -> str:
-    """Return the suffix of an upload's name, which determines the format. Raise Problem 422 if the name is invalid."""
+    """Return the suffix of an upload's name (`.jsonl`, `.csv.gz`, …).
+
+    Raise Problem 422 if the name is invalid or the suffix is not supported.
+    """
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
         raise Problem(
             422,

@@ -88,11 +88,10 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the config, the names of the weight files and the adapter's config have not changed since they were
-        read.
+        """Return True if the config, the names of the weight files and the adapter's config are still those of this object.
 
         Args:
-            read: a dict from the path of each of the checkpoint's files to a function that returns the file's content now.
+            read: a dict from the path of each file in `files()` to a function that returns the file's current content.
         """
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
@@ -225,9 +224,9 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Return the sorted names of the weight files that `index`, the content of a model.safetensors.index.json, lists.
+    """Return the sorted names of the weight files that a model.safetensors.index.json lists.
 
-    Raises ValueError, KeyError or AttributeError if `index` is invalid.
+    The argument `index` is the content of that file. Raises ValueError, KeyError or AttributeError if `index` is invalid.
     """
     return sorted(set(json.loads(index)["weight_map"].values()))
 

@@ -22,15 +22,15 @@ class ScoreArguments:
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model, or "auto" for the dtype of the model's log-probs in the store (a default
-            dtype if the store has none).
+        dtype: compute dtype of the reference model, or "auto" for the dtype of the model's log-probs in the store (if the
+            store has no log-probs of the model, the engine's default dtype).
         settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
             later, when the values are summed.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved DatasetDict or of a dataset on the Hub.
         form: the dataset's format, or None to detect it.
-        tokenizer: folder or hub id of a different tokenizer, or None for the model's tokenizer.
+        tokenizer: folder or hub id of the tokenizer, or None for the model's tokenizer.
         chat_template: path of a Jinja template file, or None for the tokenizer's template.
         trust_remote_code: whether to run code from the checkpoint.
     """
@@ -70,8 +70,8 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block fails because the store does not exist or has no values of the model, append to the error message the
-    advice to score the data with `command`."""
+    """If the `with` block fails because the store does not exist or has no values of the model, extend the error message:
+    advise the user to score the data with `command`."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

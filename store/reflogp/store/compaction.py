@@ -168,7 +168,7 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the rows, except those that earlier calls returned, whose key has a first 64-bit word below `behind`."""
+        """Return the rows that no earlier call returned and whose key's first 64-bit word is below `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
@@ -209,8 +209,8 @@ def vacuum(
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum number of hours since a shard was replaced or an uncommitted file was written. Must be longer
-            than any reader uses an old snapshot, and longer than any writer takes to prepare a commit.
+        retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
+            Choose more hours than any reader uses an old snapshot, and more than any writer takes to prepare a commit.
         dry_run: if True, delete nothing, and only return the files that would be deleted.
         alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
             store.

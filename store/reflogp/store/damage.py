@@ -130,7 +130,7 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged log entries, and delete all checkpoints, which may have been built from the damaged entries."""
+    """Rewrite damaged log entries, and delete the log's checkpoints, which may have been built from the damaged entries."""
     if not files:
         return
 

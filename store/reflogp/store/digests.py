@@ -171,8 +171,10 @@ class OpenFiles:
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """Return the sha256 (hex) of the files at `paths`, or of all files in the set if `paths` is None; see
-        `file_digests`."""
+        """Return, by path, the sha256 (hex) of each file at `paths`, or of each file in the set if `paths` is None.
+
+        `progress` is described at `file_digests`.
+        """
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
 
@@ -211,11 +213,11 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
 
 
 def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of each file.
+    """Return the sha256 (hex) of each file, by path.
 
     Args:
         paths: existing files.
-        progress: called with (bytes hashed, total bytes); never called if all digests are known from earlier runs.
+        progress: called with (bytes hashed, total bytes); never called if all digests are already known.
 
     Raises FileChangedError if a file is written to while it is read.
     """
@@ -228,7 +230,7 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
-        progress: called with (bytes hashed, total bytes); never called if all digests are known from earlier runs.
+        progress: called with (bytes hashed, total bytes); never called if all digests are already known.
 
     Raises FileChangedError if a file is written to while it is read.
     """

@@ -1,6 +1,6 @@
 """The exception classes of the store.
 
-ReflogpError                    base class of all errors in all packages: the command line prints it as one sentence
+ReflogpError                    base class of every error that reflogp raises deliberately; the CLI shows no traceback for it
 ├── UsageError                  an argument is invalid: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
 └── StoreError                  something is wrong with the store or with a checkpoint

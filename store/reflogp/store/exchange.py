@@ -1,6 +1,6 @@
 """Share a table: export it as a folder of Parquet files with a README, and import an exported folder into a store.
 
-An export contains the rows as they are stored, and a reference.json that describes the reference model.
+An export contains the table's rows, one for each key, and a reference.json that describes the reference model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the paths, within `folder`, of those files whose sha256 differs from the one in contents.json.
+        """Return the paths, relative to `folder`, of the export's files whose sha256 differs from the one in contents.json.
 
         Raises UsageError if a file is missing.
         """
@@ -285,7 +285,8 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
 
     Args:
         reference: the reference model whose log-probs the export contains.
-        snapshot, rows, tokens: the number of the snapshot, its number of rows, and its total number of log-probs.
+        snapshot: the snapshot number.
+        rows, tokens: how many rows the export has, and how many log-probs.
         made: number of rows with each provenance. A provenance is a JSON string that tells how a row's values were computed.
     """
     engines: Counter[str] = Counter()
@@ -314,7 +315,7 @@ tags:
 | values | {tokens:,} |
 | snapshot of the store | {snapshot} |
 
-The files contain hashes of token ids, lengths and log-probabilities, but none of the dataset's text and no weights.
+The files contain log-probabilities, token counts and hashes of token ids, but none of the dataset's text and no weights.
 
 | column | type | meaning |
 | --- | --- | --- |

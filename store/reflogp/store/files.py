@@ -1,8 +1,8 @@
 """Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
-A file is written under a temporary name in the same folder and then renamed. Cache folders contain data that
-later runs trust, such as file digests, and compiled kernels that later runs execute. These files must therefore have been
-written by the current user. If several users share the parent folder, each of them has a separate cache folder.
+A file is written under a temporary name in the same folder and then renamed. Later runs trust the data in a cache folder,
+such as file digests, and execute the compiled kernels in it. Nobody but the current user may therefore write to the folder.
+If several users share the parent folder, each of them has a separate cache folder.
 """
 
 from __future__ import annotations

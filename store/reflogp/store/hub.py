@@ -67,7 +67,9 @@ class HubPlace:
         """Parse the URI of a repository: hf://datasets/ORGANISATION/NAME[@REVISION]. Raises UsageError for any other URI."""
         found = _URI.match(uri)
         if found is None:
-            raise UsageError(f"{uri} is not a dataset repository on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]")
+            raise UsageError(
+                f"{uri} is not the URI of a dataset repository on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]"
+            )
         return cls(found["repository"], found["revision"])
 
     def __str__(self) -> str:
@@ -91,7 +93,7 @@ class HubFile:
         """Parse the URI of a file: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH. Raises UsageError for any other URI."""
         found = _FILE.fullmatch(uri)
         if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
-            raise UsageError(f"{uri} is not a file on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
+            raise UsageError(f"{uri} is not the URI of a file on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
         return cls(HubPlace(found["repository"], found["revision"]), found["path"])
 
     def without_revision(self) -> str:
@@ -196,9 +198,9 @@ def push_table(
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository is damaged, or it contains data that reflogp did not push, log-probs of another reference
-            model, or rows that the snapshot lacks; the repository was changed during the push; or the token has no permission
-            to write to it.
+        UsageError: the repository contains data that reflogp did not push, or log-probs of another reference model; it is
+            damaged or has rows that the snapshot lacks, and `replace` is False; it was changed during the push; or the token
+            has no permission to write to it.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -255,7 +257,7 @@ class _Repository:
     """A dataset repository that is read and written with huggingface_hub.
 
     Attributes:
-        commit: id of the latest commit that `exists` found or `upload` made.
+        commit: id of the commit that `exists` found or `upload` made, whichever was called last.
     """
 
     def __init__(self, place: HubPlace) -> None:
@@ -265,7 +267,7 @@ class _Repository:
         self._sha256: dict[str, str | None] = {}  # sha256 of each large file by path; None for a small file
 
     def exists(self) -> bool:
-        """Return whether the repository exists. If it does, record its latest commit and its files.
+        """Return whether the repository exists. If it does, record the revision's commit and files.
 
         Raises UsageError if the revision does not exist.
         """
@@ -321,8 +323,8 @@ class _Repository:
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return whether the repository has all files of an export, and its Parquet files have the sha256 that `contents`
-        lists."""
+        """Return whether the repository has all files of the export that `contents` describes, and the Parquet files have the
+        sha256 listed there."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
@@ -345,8 +347,8 @@ class _Repository:
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Upload the export in `folder`. The same commit deletes the previous export's Parquet files that are not in the new
-        export."""
+        """Upload the export in `folder` as one commit, which also deletes those Parquet files of the previous export that are
+        not in the new one."""
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
@@ -393,7 +395,7 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
 
 
 def _damaged(place: HubPlace, problem: object) -> UsageError:
-    return UsageError(f"{place} is damaged: {problem}; to repair it, push again with --replace")
+    return UsageError(f"{place} is damaged: {problem}; `reflogp store push --replace` repairs it")
 
 
 def _api() -> HfApi:
@@ -414,7 +416,7 @@ def told(place: HubPlace) -> Iterator[None]:
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UsageError(f"{place} no longer exists, or the token has no permission to read it ({_LOG_IN})") from error
+        raise UsageError(f"{place} does not exist, or the token has no permission to read it ({_LOG_IN})") from error
     except HFValidationError as error:
         raise UsageError(f"{place}: {sentence(error)}") from error
     except HfHubHTTPError as error:

@@ -184,11 +184,11 @@ def image_token(config: Any) -> int | None:
 
 
 class ImageTokens:
-    """Tokenizes text with images, given only the sizes and modes of the images. The images' pixels are not needed.
+    """Tokenizes text with images, given only the sizes and modes of the images.
 
-    The tokens that a processor returns depend only on the sizes of the images, not on their pixels. The processor is therefore
-    called with blank images, and its image processor runs once for each combination of sizes and modes. An image whose mode the
-    image processor does not accept is still refused, because the blank image has the same mode.
+    The pixels of the images do not affect the tokens that a processor returns. The processor is therefore called with blank
+    images, and its image processor runs once for each combination of sizes and modes. An image whose mode the image processor
+    does not accept is still refused, because the blank image has the same mode.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor; it is not modified.
@@ -247,7 +247,7 @@ class ImageTokens:
 
         Args:
             ids: token ids that the method `ids` returned.
-            images: for each image, in their order in the text, its `pixel_digest` and its kind (size and mode).
+            images: `pixel_digest` and kind (size and mode) of each image, in the order of the images in the text.
 
         Raises UsageError if `ids` does not have as many image tokens as `images` need, or if an image has fewer than
         FEWEST_TOKENS tokens.

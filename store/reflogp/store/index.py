@@ -1,7 +1,7 @@
-"""Look up keys in a sorted index, which points to the row with the most log-probs for each key.
+"""Look up keys in a sorted index. For each key, the index points to the row with the most log-probs.
 
-An index covers either all keys of a snapshot, and is then built once, or only the row groups that can contain the keys of one
-lookup, and is then built for that lookup only. This module reads no files.
+An index is either kept in memory, for all keys of a snapshot, or built for a single lookup, from only the row groups that can
+contain the lookup's keys. This module reads no files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Join reference log-probs from a snapshot into tokenized rows, by key.
 
 The token columns have the same names as in TRL's tokenized datasets, and the joined columns are the ones that TRL's losses
-read. Every join uses this module to apply truncation and ld_alpha, so that all results agree.
+read. Every join uses this module, so truncation and ld_alpha have the same effect in all of them.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Join:
     Attributes:
         logps: summed log-probs for each reference column, float32 of shape (n,); NaN for a sum whose values are missing or
             damaged.
-        keys: n keys for each completion column, in the order of the corresponding reference columns in `logps`.
+        keys: n keys for each completion column. The columns are in the same order as their reference columns in `logps`.
         tokens: for each completion column, the number of log-probs in each sum, int64 of shape (n,).
-        missing: rows for which the snapshot lacks at least one of the needed values, bool of shape (n,).
+        missing: rows for which at least one needed value is not stored, bool of shape (n,).
         unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
         dropped: rows that TRL's length filter would drop, bool of shape (n,).
 
@@ -231,7 +231,8 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError(
-            "ld_alpha needs the lengths of both completions of a pair: provide the columns chosen_ids and rejected_ids"
+            "ld_alpha needs the lengths of both completions of a pair: provide the columns chosen_ids and rejected_ids, "
+            "or omit ld_alpha"
         )
 
 

@@ -69,7 +69,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     """Convert Python lists or numpy arrays to an Arrow list array.
 
-    Arrow infers the type of the values, because it would truncate floats without an error if int64 were requested.
+    No value type is passed to Arrow: if it were told to use int64, it would truncate floats without an error.
     """
     try:
         array = pa.array(lists)
@@ -148,7 +148,7 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Return two uint64 arrays of shape (n,): the first and the last 8 bytes of each key, read as big-endian numbers.
 
-    Because the words are read as big-endian, pairs of words sort in the same order as keys.
+    Because of this byte order, the pairs of numbers sort in the same order as the keys.
     """
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)

@@ -49,8 +49,8 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return the copy of a commit's changes that its commitInfo contains: the added shards with their digests, and the paths
-    of the removed shards."""
+    """Return the entry to add to a commit's commitInfo. It repeats the commit's changes: the added shards with their digests,
+    and the paths of the removed shards."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -215,8 +215,8 @@ def checked(
 ) -> Replayed:
     """Replay the log, and compare the resulting shards with those that delta-rs finds.
 
-    If the shards differ although the replay found no damage, the checkpoints are reported as damaged. Unlike `replay`, delta-rs
-    starts from a checkpoint.
+    delta-rs starts from a checkpoint, whereas `replay` starts from the first entry. If the shards differ although the replay
+    found no damage, the checkpoints are therefore reported as damaged.
 
     Args:
         filesystem, last, progress: passed to `replay`.

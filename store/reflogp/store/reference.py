@@ -175,7 +175,7 @@ def describe_reference(
         dtype: "float32", "bfloat16" or "float16" for weights and activations in that dtype; "bfloat16-autocast" or
             "float16-autocast" for float32 weights under torch.autocast; "checkpoint" for the dtype that config.json names.
         lm_head_dtype: "float32" if logits are computed in float32, or None if logits are computed in `dtype`.
-        revision: revision of a hub id.
+        revision: revision of the model, if `model` is a hub id.
         progress: called with (bytes hashed, total bytes) while files are hashed.
 
     Returns:
@@ -200,9 +200,10 @@ def describe_all_numerics(
 ) -> list[Reference]:
     """Return a model's references for all compute dtypes.
 
-    If `lm_head_dtype` is None, return two references for each compute dtype except float32: one with logits in that dtype and
-    one with logits in float32. Otherwise, return one reference for each compute dtype, with logits in `lm_head_dtype`. The
-    other arguments and the errors are the same as for `describe_reference`. The weights are hashed only once.
+    If `lm_head_dtype` is None, return two references for each compute dtype, one with logits in that dtype and one with logits
+    in float32; for float32 these are the same, so return only one. If `lm_head_dtype` is given, return one reference for each
+    compute dtype, with logits in `lm_head_dtype`. The other arguments and the errors are the same as for `describe_reference`.
+    The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -332,8 +333,8 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 
 @contextmanager
 def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
-    """Yield a temporary folder with links to the open files and the other files of a model folder; see
-    `folder_of_open_files`."""
+    """Yield a temporary folder with links to a model folder's open files and to its other files, or None if the system does not
+    support this (see `folder_of_open_files`)."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
     taken = {Path(name).parts[0] for name in here}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}

@@ -174,7 +174,10 @@ class Shard:
                 at = stop
 
     def digest(self) -> str:
-        """Return the digest of the file's current content; see `shard_digest`. Errors of the storage are passed on."""
+        """Return the digest of the file's current content; see `shard_digest`.
+
+        Raises ShardDamageError if the file is missing. Unlike in the other methods, other storage errors are not converted.
+        """
         try:
             with self._filesystem.open_input_stream(self.path) as source:
                 found = hashlib.blake2b(digest_size=16)
@@ -185,7 +188,7 @@ class Shard:
         return found.hexdigest()
 
     def problem(self, digest: str | None = None) -> str | None:
-        """Read every page of this shard and return what is wrong with it, or None if nothing is wrong.
+        """Read every page of this shard, and return what is wrong with the shard, or None if nothing is wrong.
 
         Args:
             digest: expected digest of the shard's file, or None if unknown.

@@ -3,8 +3,9 @@
 How keys are looked up depends on the number of rows in the snapshot. For up to INDEX_ROWS rows, an index of all keys is kept in
 memory, which suits many small lookups. For more rows, each lookup reads the columns key, scored_len and logp_sum (the index
 columns) of the row groups that can contain the keys. Because shards are sorted, a lookup of a few keys reads only a few row
-groups, and a large lookup is a single pass over the shards. In both cases, token values are read only for a request that needs
-more than the number and the sum of each row's values. A snapshot never writes to the store.
+groups, and a large lookup is a single pass over the shards. With or without an index in memory, the log-probs of individual
+tokens are read only if a request needs more than the number of values in each row and their sum. A snapshot never writes to the
+store.
 
 This module also defines the columns of the Arrow table that a scoring service returns for a lookup over HTTP.
 """
@@ -108,8 +109,8 @@ class Snapshot:
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
-        """Return the number of rows. If more tokens of a sequence were scored later, its key has several rows until the table
-        is compacted."""
+        """Return the number of rows, which can exceed the number of keys: if more tokens of a sequence were scored later, its
+        key has several rows until the table is compacted."""
         return sum(self.rows_of.values())
 
     def __repr__(self) -> str:
@@ -158,7 +159,8 @@ class Snapshot:
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
         """Look up keys with the function `places_of`, and return the results in the order of `keys`.
 
-        `places_of` is called with the sorted keys, so that the index is read in order.
+        `places_of` is called with the sorted keys: `_scanned_places` requires this order, and `_indexed_places` can then read
+        the index in order.
         """
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
@@ -194,8 +196,8 @@ class Snapshot:
     def require_whole(self) -> None:
         """Raise DamagedStoreError if a shard is known to be damaged or missing.
 
-        A snapshot that keeps its index in memory first adds to the index all shards that are not in it yet, which finds
-        unreadable ones. Any other snapshot only lists the table's folder to find missing shards.
+        If the snapshot keeps its index in memory, the shards that are not indexed yet are read first, to find unreadable
+        shards. Otherwise, only the table's folder is listed, to find missing shards.
         """
         if len(self) <= self._index_rows:
             self._load_index()
@@ -240,7 +242,7 @@ class Snapshot:
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
         """Look up sorted keys without an index, in one pass over the row groups that can contain them.
 
-        Only the keys and the entries of at most _READERS * _GROUPS_AT_ONCE row groups are in memory at a time.
+        At any time, the index entries of at most _READERS * _GROUPS_AT_ONCE row groups are in memory.
         """
         places, lock = Places.none(len(hi)), threading.Lock()
 
@@ -258,7 +260,7 @@ class Snapshot:
         return places
 
     def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
-        """Yield index entries for the row groups of shard `number` whose key range contains at least one of the keys."""
+        """Yield index entries for those row groups of shard `number` that can contain a looked-up key."""
         shard = self._shards[number]
         least = np.array([group.least for group in shard.groups], np.uint64)
         greatest = np.array([group.greatest for group in shard.groups], np.uint64)
@@ -283,7 +285,7 @@ class Snapshot:
             self.damaged[path] = str(error)
             warnings.warn(
                 f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                f"missing. Run {self.repair_command()} to remove the shard; the next `reflogp score` scores its rows again",
+                f"missing. To remove the shard, run `{self.repair_command()}`; then score the same data again",
                 StoreDamageWarning,
                 stacklevel=2,
             )

@@ -46,9 +46,9 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """Return the storage options of a store for delta-rs. If an AWS profile is used, they include AWS_FORCE_CREDENTIAL_LOAD.
+    """Return the delta-rs storage options of a store: `options`, plus AWS_FORCE_CREDENTIAL_LOAD if an AWS profile is used.
 
-    If an endpoint is given, delta-rs reads AWS profiles and credential files only with this option.
+    Without AWS_FORCE_CREDENTIAL_LOAD, delta-rs ignores AWS profiles and credential files if an endpoint is given.
     """
     named = {name.upper() for name in options or {}} | os.environ.keys()
     if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
@@ -113,8 +113,8 @@ def make_folder(uri: str) -> None:
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
     """Write a file. If the write is interrupted, the partial file is deleted.
 
-    The file appears only when the stream to it is closed: delta-rs then renames the temporary file (in a local folder) or
-    completes the upload (to an object store).
+    The file appears at `path` only when the output stream is closed: delta-rs then renames its temporary file (in a local
+    folder) or completes the upload (to an object store).
     """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
@@ -153,8 +153,8 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    If the message has several lines, as those of object stores can, only the first and the last are kept. ANSI color codes are
-    removed. If the message contains XML with a <Message> element, only the text of this element is returned.
+    If the message contains XML with a <Message> element, return only the text of this element. If the message has several
+    lines, keep only the first and the last line. Remove ANSI color codes.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

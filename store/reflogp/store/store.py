@@ -113,13 +113,12 @@ class Store:
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a reference.
 
-        If the store has log-probs of the same model in other dtypes, the error's message names these dtypes.
-
         Args:
             reference: from `describe_reference`.
 
         Raises:
-            ReferenceNotFoundError: the store has no values of this reference.
+            ReferenceNotFoundError: the store has no values of this reference. If it has values of the same model in other
+                dtypes, the message names these dtypes.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         try:
@@ -261,7 +260,7 @@ def choose_reference(
         otherwise: dtype to use if `dtype` is "auto" and the store has no values of the model, or None to raise an error in this
             case.
         lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None also
-            accepts log-probs in the store whose logits were computed in float32.
+            allows a reference with logits in float32.
         revision, progress: passed to describe_reference.
 
     Returns:
@@ -270,8 +269,8 @@ def choose_reference(
     Raises:
         StoreNotFoundError: `dtype` is "auto", `otherwise` is None, and there is no store.
         ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no values of the model.
-        UsageError: the store has log-probs of the model that were computed in several dtypes. All errors of describe_reference
-            can be raised too.
+        UsageError: `dtype` is "auto", and the store has log-probs of the model that were computed in several dtypes. All errors
+            of describe_reference can be raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""

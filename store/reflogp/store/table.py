@@ -47,7 +47,7 @@ from reflogp.store.texts import counted, short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that have more values than the snapshot has for their keys.
+    """Return only those of `rows` that have more values than the snapshot has for the same key.
 
     If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
 
@@ -136,7 +136,7 @@ class LogprobTable:
         uri: folder or object store prefix of the Delta table.
         reference: the reference model of the table.
         options: delta-rs storage options.
-        index_rows: maximum number of rows for which a snapshot keeps an index of all keys in memory.
+        index_rows: a snapshot keeps an index of all its keys in memory if it has at most this many rows.
 
     Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
@@ -235,7 +235,7 @@ class LogprobTable:
             rows: a table from schema.shard_table, with keys in any order.
 
         Returns:
-            An Appended with the number of rows written, the number of rows skipped, and the snapshot.
+            An Appended with two counts, of the written and of the skipped rows, and the snapshot number.
 
         Raises:
             UsageError: a value is not finite.
@@ -324,8 +324,9 @@ class LogprobTable:
     def check_writable(self) -> None:
         """Check that the store can be written to, by writing and deleting a small file.
 
-        Runs call this method first, so that they do not compute values that cannot be stored. Raises StoreUnavailableError if
-        the file cannot be written, and DamagedStoreError if the log is damaged.
+        Call this method before values are computed, because a failed write would lose them.
+
+        Raises StoreUnavailableError if the file cannot be written, and DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
         probe = f"probe-{uuid.uuid4()}"
@@ -486,15 +487,16 @@ class LogprobTable:
         since = range(before + 1, int(self._delta.version()) + 1)
         if not since:
             raise StoreUnavailableError(
-                f"a commit to the store {self.uri} failed, and not because another writer committed first"
+                f"a commit to the store {self.uri} failed, although no other writer committed first: check that the store can "
+                "be written to, and run again"
             )
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.
 
-        An attempt fails if another writer commits after this process has read the log and before it commits. This method
-        therefore pauses before it reads the log, not after. After several failed attempts, the pauses become shorter.
+        An attempt fails if another writer commits between the load and the attempt's own commit. To keep this interval short,
+        this method pauses before the load, not after it. After several failed attempts, the pauses become shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
         """
@@ -521,7 +523,7 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit added and removed shards, based on the table version that was read last.
+        """Add and remove shards in one commit, directly after the table version that was read last.
 
         Return False if another writer committed first.
         """

@@ -57,9 +57,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def short_repr(name: str, *lines: str) -> str:
-    """Return a repr with the class name `name` and those of `lines` that are not empty.
+    """Return a repr that consists of the class name `name` and the non-empty `lines`.
 
-    The lines are shortened, secrets are hidden, and control or invisible characters are written as escapes.
+    Each line is shortened, its secrets are hidden, and its control or invisible characters are written as escapes.
     """
     shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
@@ -90,8 +90,8 @@ def short_number(value: float) -> str:
 def percent(part: float, whole: float) -> str:
     """Format part / whole as a percentage, such as 31.4%. If `whole` is 0, return "–".
 
-    Percentages are rounded down, so that only `part` == `whole` results in 100%. Positive percentages below 0.1% result in
-    "<0.1%".
+    Percentages are rounded down to one decimal place, so that a `part` smaller than `whole` is never shown as 100%. Positive
+    percentages below 0.1% are shown as "<0.1%".
     """
     if whole <= 0:
         return "–"

@@ -131,7 +131,7 @@ def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
 
     Args:
         lists: large_list<uint32>, n lists without nulls, as returned by `keys.token_lists`.
-        cut: number of values to remove from each list, int64 of shape (n,). It must not exceed the list's length.
+        cut: number of values to remove from each list, at most the length of that list, int64 of shape (n,).
     """
     if not cut.any():
         return lists

@@ -170,8 +170,8 @@ class CachedReferenceMixin(_AnyTrainer):
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """Join all datasets of a trainer for which TRL does not call the hook: a trainer without the hook, or one that has
-        streams or pairs with images."""
+        """Join all datasets after the trainer is constructed, because TRL does not call the hook: the trainer has no hook, or
+        its datasets include streams or pairs with images."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
@@ -252,7 +252,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return join_stream(dataset, self.reference, opened, settings, self, name)
 
     def _require_all(self) -> None:
-        """Raise an error if any dataset looked up since the last call of this method has rows without values."""
+        """Raise an error if a dataset that was looked up since the last call of this method has rows without values."""
         misses, self._misses = self._misses, []
         if misses:
             folder = Path(self.args.output_dir)
@@ -297,8 +297,8 @@ class CachedReferenceMixin(_AnyTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Join the given dataset with its stored values, then evaluate on it as TRL does.
 
-        Versions of TRL before 1.7 do not tokenize a dataset that is passed to `evaluate`, so this method tokenizes the dataset
-        before the join.
+        TRL 1.6 and older do not tokenize a dataset that is passed to `evaluate`. With these versions, this method tokenizes the
+        dataset before the join.
         """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)
         self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()
@@ -336,8 +336,8 @@ class CachedReferenceMixin(_AnyTrainer):
 
 
 def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield each argument of a trainer, which may be a dataset, with the name that messages use for it. The values of a
-    dictionary are yielded separately."""
+    """Yield a trainer's arguments, whether or not they are datasets, each with the name that messages use for it. Yield the
+    values of a dictionary separately."""
     for name, given in (*(("given", value) for value in more), *kwargs.items()):
         name = name.removesuffix("_dataset")
         if isinstance(given, dict):

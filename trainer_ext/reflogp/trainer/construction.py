@@ -1,5 +1,5 @@
-"""Prevent a trainer's constructor from creating a reference model, and undo the constructor's changes to its arguments if it
-fails.
+"""Prevent a trainer's constructor from creating a reference model. If the constructor fails, undo the changes that it made to
+the objects passed to it.
 
 With stored values, TRL must not load, copy or use a reference model, and does not need to hash the policy's weights.
 """
@@ -19,7 +19,7 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """A placeholder that takes the place of TRL's reference model, but cannot be used as a model.
+    """A placeholder for TRL's reference model that cannot be used as a model.
 
     The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
     placeholder, move it or read its attributes raises an error.

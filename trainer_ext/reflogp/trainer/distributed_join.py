@@ -61,8 +61,8 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """Return a source whose reference has a dtype. If `source` was created with dtype="auto", the first process chooses the
-    dtype for a policy that computes in `dtype`; any other source is returned unchanged."""
+    """Return `source` with the reference's dtype chosen, if it was created with dtype="auto"; return any other source
+    unchanged. The first process chooses the dtype for all processes, given a policy that computes in `dtype`."""
     if not source.chooses_dtype:
         return source
 
@@ -99,8 +99,8 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return the Misses of a dataset for a store without values: all rows that have a completion. Return None if no row has a
-    completion."""
+    """Return the Misses of a dataset when the store has no values: all of the dataset's rows that have a completion. Return
+    None if no row has a completion."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -118,7 +118,7 @@ def raise_missing(
     output_dir: Path,
     dtype: str | None,
 ) -> None:
-    """Raise a single error that names the missing rows of all datasets and the command that scores these rows.
+    """Raise a single error about the missing rows of all datasets, with the command that scores these rows.
 
     Args:
         misses: the missing rows of each dataset.
@@ -130,7 +130,7 @@ def raise_missing(
             the source's dtype.
 
     Raises:
-        MissingLogpsError: `where` is a snapshot, which has no values for these rows.
+        MissingLogpsError: `where` is a snapshot; the error names the rows for which the snapshot has no values.
         ReferenceNotFoundError, StoreNotFoundError: `where` is NothingScored.
         RankFailedError: another process raised one of these errors, which are raised only on the first process of each node.
     """

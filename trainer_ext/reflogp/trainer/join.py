@@ -186,8 +186,8 @@ def answer_rows(
     """Look up every row, and have the service score the missing rows if the source has on_miss="score".
 
     Returns:
-        the values (from a newer snapshot if the service scored rows), the join, and the number of rows that were sent to the
-        service.
+        A tuple of the Values that were read (those of a newer snapshot if the service scored rows), the Join, and the number of
+        rows that were sent to the service.
     """
     join = values.answer(asked, settings)
     missing = np.flatnonzero(join.missing)

@@ -1,7 +1,8 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
-This module never checks TRL's version number; it recognizes a version by its column names and methods. The table lists the
-columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are already truncated.
+This module never checks TRL's version number; it recognizes a version by the dataset's column names and the trainer's methods.
+The table lists the columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are already
+truncated.
 
     DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
     DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (for IPO: means over tokens)
@@ -60,7 +61,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return those of the given column names that are names of reference columns."""
+    """Return the names of reference columns among the given column names."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
@@ -116,7 +117,7 @@ def load_columns(file: Path) -> Columns:
 
 
 def save_table(table: pa.Table) -> Path:
-    """Write a table to a file in the cache folder, named as in `save_columns`, and return the file's path."""
+    """Write a table to a file in the cache folder, and return the file's path. See `save_columns` for the file's name."""
     content = stream_buffer(table)
     folder = cache_dir() / "joined"
     file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
@@ -135,6 +136,6 @@ def save_table(table: pa.Table) -> Path:
 
 
 def load_table(file: Path) -> pa.Table:
-    """Return the table in a file that `save_table` wrote, mapped into memory."""
+    """Return the memory-mapped table of a file that `save_table` wrote."""
     with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
         return stream.read_all()

@@ -38,8 +38,8 @@ def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
     The model can compute them if it has an adapter that can be turned off, or if the policy starts from the reference's
-    weights. In both cases, the weights without adapters must not have changed since the trainer was created. All processes must
-    call this function together.
+    weights. In both cases, only the weights of adapters may have changed since the trainer was created. All processes must call
+    this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start from the reference's weights (policy_starts_at_reference=False)"
@@ -87,7 +87,7 @@ def fill_in(
         dataset: the tokenized rows, as prepared by TRL.
         missing: indices of the rows without values, int64 of shape (m,).
         columns: for each reference column, by name, one value per row, as the trainer's loss reads it (float32 of shape (n,)).
-        tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
+        tokens: for each column, the number of tokens that each row's value covers, int64 of shape (n,).
         dtype: dtype in which the reference log-probs were computed.
 
     Returns:
@@ -120,13 +120,16 @@ def fill_in(
 def _is_not_the_checkpoint(trainer: Any) -> str:
     """Compare the weights of a trainer's model with the reference's weight files. Return the reason why they may differ, or an
     empty string if no difference was found. Only the first rows of each weight tensor are compared."""
-    unknown = "no row has stored values with which this trainer's model could be checked"
+    unknown = "no row has stored values with which to check that this trainer's model is the reference"
     if trainer.reference.model is None:
-        return f"{unknown}, and the model's weights can be compared only if model= is passed to ReferenceSource"
+        return (
+            f"{unknown}, and the model's weights can be compared with the reference's only if model= is passed to "
+            "ReferenceSource"
+        )
     folder = resolve_model(trainer.reference.model)
     checkpoint = read_checkpoint(folder)
     if checkpoint.adapter is not None:
-        return f"{unknown}, and the model's weights cannot be compared with {folder}, because it is an adapter"
+        return f"{unknown}, and the model's weights cannot be compared with the reference's, because {folder} is an adapter"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     own = {_name_in_files(name): parameter for name, parameter in policy.named_parameters() if parameter.ndim}
     compared = 0

@@ -23,8 +23,8 @@ class PaddedBatch:
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of columns with completion tokens, at the right of `input_ids`. Only these tokens need log-probs. If
-            `completion` equals `width`, every token of a row needs one, except the first, which has no context.
+        completion: number of columns with completion tokens: the last columns of `input_ids`. Only these tokens need log-probs.
+            If `completion` equals `width`, every token of a row needs one, except the first, which has no context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """

@@ -82,9 +82,10 @@ class PolicyWeights(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """If the weights were unchanged when `train` was called, count them as unchanged in their new layout too.
+        """Record the fingerprint of the weights after `train` has sharded, cast or broadcast them, so that they still count as
+        unchanged.
 
-        `train` may have sharded, cast or broadcast them. If it resumes from a checkpoint, the new layout is not recorded.
+        Do not record it if the weights had changed before `train` was called, or if `train` resumes from a checkpoint.
         """
         if self._carries:
             self._known.append(self._now())

@@ -1,7 +1,8 @@
 """Run work on all processes of a distributed run. If the work fails on one process, it fails on all, so no process waits
 forever.
 
-The functions of this module use torch.distributed's default process group, and accelerate's number of a process on its node.
+The functions of this module use torch.distributed's default process group, and get a process's number on its node from
+accelerate.
 """
 
 from __future__ import annotations

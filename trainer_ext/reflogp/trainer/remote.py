@@ -47,7 +47,7 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass
 class Traffic:
-    """The number of batches, sequences and tokens for which log-probs were requested, and the time that the requests took.
+    """The number of batches, sequences and tokens that a service has scored, and the time that its responses took.
 
     Attributes:
         batches: number of batches whose values were received.
@@ -86,8 +86,8 @@ class RemoteReference(ReferenceDuringTraining):
         RankFailedError: another process could not reach the service.
 
     Attributes:
-        where: the service's URL, the reference's id and dtype, and the number of the snapshot.
-        traffic: counts and total duration of the requests so far.
+        where: the service's URL, the reference's id and dtype, and the snapshot number (the latest if the source has none).
+        traffic: what the service has scored so far, and the time that its responses took.
 
     Examples:
         >>> import torch
@@ -163,7 +163,7 @@ class RemoteReference(ReferenceDuringTraining):
 
         Raises:
             UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.
-            UnusableLogpsError: the service cannot score some rows, or their log-probs are not finite.
+            UnusableLogpsError: the service cannot score some rows, or returns log-probs that are not finite.
             ReferenceChangedError: the service no longer serves the reference that the run started with.
             ServiceError: the service did not respond before the deadline.
             RankFailedError: another process raised one of these errors.
@@ -266,7 +266,7 @@ class RemoteReference(ReferenceDuringTraining):
             )
         except SequencesRefusedError as error:
             rows = [part[position].row for position in error.problems]
-            raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
+            raise UnusableLogpsError(f"the service could not score rows {rows} of this batch: {error}", rows) from error
         except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
             error.add_note(
                 f"No response within {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint."

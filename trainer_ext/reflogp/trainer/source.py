@@ -50,8 +50,8 @@ class ReferenceSource:
             up its dataset's values.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
             command that scores the rows. With "score", the service scores the rows and stores their values before training
-            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. A model without
-            an adapter must have the reference model's weights.
+            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If that model
+            has no adapter, it must start from the reference model's weights.
         lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
         reference: name of the reference model in a service; it can replace `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
@@ -146,10 +146,10 @@ class ReferenceSource:
         return found
 
     def open(self, snapshot: int | None = None) -> Values:
-        """Return the values at the latest snapshot, or at a given snapshot.
+        """Open the location, and return its values at one snapshot.
 
         Args:
-            snapshot: number of a snapshot, or None for the source's `snapshot` (the latest snapshot if the source has none).
+            snapshot: number of the snapshot. If None, use the source's `snapshot` or, if that is None too, the latest snapshot.
 
         Raises:
             ReferenceNotFoundError: the store has no values of the reference, or the service does not serve it.

@@ -17,8 +17,8 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Return how much two computations of the same log-probs in `dtype` may differ, in nats/√tokens. Treat an unknown dtype as
-    bfloat16.
+    """Return how much two computations of the same sum of log-probs in `dtype` may differ: the returned value times √n, in
+    nats, for a sum over n tokens. Treat an unknown dtype as bfloat16.
 
     For an autocast dtype, the tolerance depends on the dtype of the matrix products, because matrix products cause most of the
     difference.
@@ -28,7 +28,7 @@ def tolerance(dtype: str, is_moe: bool) -> float:
 
 
 def coarser(first: str, second: str) -> str:
-    """Return the one of two dtypes that has the larger tolerance."""
+    """Return whichever of two dtypes has the larger tolerance."""
     return max(first, second, key=_allowed)
 
 

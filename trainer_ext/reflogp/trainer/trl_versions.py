@@ -47,7 +47,7 @@ def _is_of_unsloth(trainer_class: type) -> bool:
 
 
 def trl_modules(trainer_class: type) -> list[ModuleType]:
-    """Return the modules that define a trainer's TRL base classes, or unsloth's copies of them."""
+    """Return the modules in which a trainer's TRL base classes (or unsloth's copies of these classes) are defined."""
     names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__ if is_of_trl(parent))
     return [sys.modules[name] for name in names]
 
@@ -105,5 +105,5 @@ def default_config(trainer_class: type, model: Any) -> Any:
 
 
 def with_own_tag(trainer_class: type) -> list[str]:
-    """Return the tags that a trainer class adds to models and model cards, and reflogp's tag."""
+    """Return a trainer class's tags for models and model cards, plus reflogp's tag."""
     return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

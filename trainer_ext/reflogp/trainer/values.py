@@ -64,7 +64,7 @@ class Values(Protocol):
     where: Where
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        """Look up the keys of a dataset's rows, and return the sums for these rows."""
+        """Look up the keys of a dataset's rows, and return a Join with the sums of their log-probs."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         """Return the log-probs of each key's completion tokens (list<float32>), or null for a key whose values are missing or
@@ -167,8 +167,8 @@ class ServiceValues:
             if reference in (found.name, found.reference_id):
                 if described is not None and found.reference_id != described.reference_id:
                     raise UsageError(
-                        f"{reference} in {url} has the reference id {found.reference_id}, but the model that model= names has "
-                        f"{described.reference_id}: omit model= or reference="
+                        f"{reference} in {url} has the reference id {found.reference_id}, but the id of the model passed as "
+                        f"model= is {described.reference_id}: omit model= or reference="
                     )
                 return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
         names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
@@ -243,8 +243,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums that a service found for the given keys. To sum only the first tokens of a completion, this class requests the
-    log-probs of the completion's individual tokens."""
+    """The sums of log-probs that a service returned for the given keys. To sum only the first tokens of a completion, this
+    class requests the log-probs of the completion's individual tokens."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -266,8 +266,8 @@ class _FoundByService:
 
 
 class FileValues:
-    """The sums in a Parquet file that `reflogp join` or a service's job wrote. They are valid only for the settings of that
-    join or job."""
+    """The sums of log-probs in a Parquet file that `reflogp join` or a service's job wrote. They are valid only for the
+    settings of that join or job."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -285,7 +285,9 @@ class FileValues:
         except FileNotFoundError as error:
             raise UsageError(f"there is no file {location}") from error
         except (KeyError, ValueError, TypeError, OSError) as error:
-            raise UsageError(f"{location} is not a Parquet file that `reflogp join` or a job wrote: {error!r}") from error
+            raise UsageError(
+                f"{location} is not a Parquet file that `reflogp join` or a service's job wrote: {error!r}"
+            ) from error
         if reference_id not in (None, values.where.reference_id):
             raise UsageError(f"{location} contains values of reference {values.where.reference_id}, not {reference_id}")
         if snapshot not in (None, values.where.snapshot):
@@ -302,8 +304,8 @@ class FileValues:
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
             raise UsageError(
-                f"{self.where.store} has no column {', '.join(missing_columns)}, so it was made for a different type of "
-                "dataset: run `reflogp join` on the dataset of this run"
+                f"{self.where.store} has no column {', '.join(missing_columns)}, so it was not made for this run's "
+                "type of dataset: run `reflogp join` on the dataset of this run"
             )
         sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
         there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])

@@ -67,11 +67,11 @@ def may_take_images(model: Any, processing_class: Any) -> bool:
 
 
 def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
-    """Raise an error if a trainer, a dataset or a source does not support images.
+    """Raise an error if a trainer class, its datasets and its source cannot be used to train on pairs with images.
 
     Raises:
         ImportError: the installed version of TRL does not support pairs with images.
-        UsageError: the trainer, a dataset or the source does not support images.
+        UsageError: the trainer class does not support images, a dataset is a stream, or the source's `on_miss` is not "error".
     """
     name = trainer_class.__name__
     if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
@@ -295,6 +295,6 @@ def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> N
         places = np.flatnonzero(prompt.values.to_numpy() >= FIRST_IMAGE_ID)
         if len(places) and places[-1] >= max_length:
             raise UsageError(
-                f"row {number} of {name}: max_length={max_length} would cut off tokens of the row's images, the last of which "
-                f"is token {places[-1] + 1}; increase max_length or remove the row"
+                f"row {number} of {name}: max_length={max_length} would cut off tokens of the row's images (the last image "
+                f"token is token {places[-1] + 1}); increase max_length or remove the row"
             )

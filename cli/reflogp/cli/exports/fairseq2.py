@@ -44,8 +44,8 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
         raise UsageError(
-            f"{pairs.file} has sums of 0, which fairseq2 treats as missing ({named_rows(np.flatnonzero(zero))}); remove "
-            "these rows from the dataset and join the dataset again"
+            f"{pairs.file} has log-prob sums of 0, which fairseq2 treats as missing ({named_rows(np.flatnonzero(zero))}); "
+            "remove every row that has a sum of 0 from the dataset, and join the dataset again"
         )
     scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
     with write_atomically(file) as partial, partial.open("w", encoding="utf-8") as out:

@@ -61,7 +61,7 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
         raise UsageError(
             f"--metadata: num_pairs is {fingerprint['num_pairs']}, but {pairs.file} has {counted(len(pairs), 'pair')}; pass "
-            "a metadata file and a pairs file for the same dataset"
+            "a metadata file and a joined file of the same dataset"
         )
     pairs.refuse_truncated("Megatron-Bridge", "does not truncate sequences (its loss excludes pairs that are too long)")
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}

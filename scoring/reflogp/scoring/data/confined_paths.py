@@ -310,7 +310,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
         for name in sorted(names):
             entries += 1
             if entries > most_entries:
-                text = f"the folder and its subfolders have more than {most_entries:,} entries"
+                text = f"the folder and its subfolders have more than {most_entries:,} entries in total"
                 raise PathError("unusable", text, "use fewer, larger files")
             entry = _entry(root, inside, name)
             if entry is None:

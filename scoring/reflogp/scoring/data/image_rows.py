@@ -102,7 +102,7 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
             message = {**message, "content": [*parts, {"type": "text", "text": content}]}
         found.append(message)
     if any(_images_in(message) for message in found if message["role"] == "tool"):
-        raise RowError("a message with the role tool contains an image; only messages with other roles can contain images")
+        raise RowError("a message with the role tool contains an image; move the image to a prompt message with another role")
     parts = [part for message in found for part in _images_in(message)]
     if any(part.get("image") is not None for part in parts):
         raise RowError("a content part contains an image; put the images in a column named images")

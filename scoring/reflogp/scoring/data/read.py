@@ -51,7 +51,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".feather": "arrow",
 }
 #: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …".
-SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed (.jsonl.gz, .csv.zst, ...)"
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three can be compressed, such as .jsonl.gz or .csv.zst)"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows exceed this many bytes in total.
@@ -329,7 +329,10 @@ def _file_format(path: Path) -> FileFormat:
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
     found = _SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
     if found is None:
-        raise DatasetError(f"{path}: unknown file type; use one of {', '.join(_SUFFIXES)} (text files may be compressed)")
+        raise DatasetError(
+            f"{path}: unknown file type; the name must end in one of {', '.join(_SUFFIXES)} (the first four can be compressed, "
+            "such as .jsonl.gz)"
+        )
     return found
 
 

@@ -195,7 +195,7 @@ def _check_type(name: str, value: Any, conversational: bool) -> None:
 
 
 def _wrong_type(name: str, value: Any) -> RowError:
-    return RowError(f"{name} has type {type(value).__name__}; expected text or a list of messages")
+    return RowError(f"{name} has type {type(value).__name__}; expected text, or a list of messages that each have a role")
 
 
 def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,13 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
-            found.append(Finding("good", f"{said} A desirable_weight of 1 is in the range that TRL's KTOTrainer recommends."))
+            found.append(
+                Finding(
+                    "good",
+                    f"{said} If undesirable_weight is 1, a desirable_weight of 1 is in the range that TRL's KTOTrainer "
+                    "recommends.",
+                )
+            )
         else:
             found.append(
                 Finding(
@@ -181,9 +187,8 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
         found.append(
             Finding(
                 "fact",
-                "The desirable completion has the higher mean log-prob per token in "
-                f"{percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable completion. "
-                "50% is chance.",
+                f"In {percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable "
+                "completion, the desirable one has the higher mean log-prob per token. 50% is chance.",
             )
         )
     return found
@@ -207,7 +212,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         parts.append(f"{_of(at.touched, at.examples, noun)} {'is' if at.touched == 1 else 'are'} cut")
     if at.dropped:
         dropped = f"{_of(at.dropped, at.examples, noun)} {'is' if at.dropped == 1 else 'are'} dropped"
-        parts.append(f"{dropped} because the prompt alone fills max_length")
+        parts.append(f"{dropped} (the prompt alone fills max_length)")
     text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
     if at.same:
         text += f"In {at.same:,} of the cut pairs, no difference is left between chosen and rejected. "

@@ -1,4 +1,4 @@
-"""Compute float32 log-probs of completion tokens with torch."""
+"""Run models with torch, and compute the log-probs of completion tokens as float32 numbers."""
 
 from __future__ import annotations
 

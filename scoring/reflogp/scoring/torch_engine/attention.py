@@ -183,7 +183,7 @@ class PackLayout:
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                """Split a tensor (tokens,) into blocks; return the smallest and the largest value of each block."""
+                """Split a tensor of shape (tokens,) into blocks; return the smallest and the largest value of each block."""
                 padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
                 low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
                 return low, high
@@ -309,7 +309,8 @@ def packed_attention(
 
 
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
-    """Return the fastest kernel that can compute this layer and is not in `refused`. `by_branch` is always allowed."""
+    """Return the fastest installed kernel that can compute this layer and whose name is not in `refused`, or else
+    `by_branch`, even if it is in `refused`."""
     for kernel, is_installed, problem in _kernels_of(call.query.device.type):
         if kernel.__name__ not in refused and problem(call) is None and is_installed():
             return kernel
@@ -369,7 +370,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute attention with a soft cap, sinks, or both, without a fused kernel: softmax(cap(scale q·k)) v.
+    """Compute softmax(cap(scale q·k)) v with separate matrix products, for layers with a soft cap, sinks, or both.
 
     Compute in float32, one block of queries at a time, and convert the result to the dtype of the queries.
     """
@@ -432,7 +433,7 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return (before, after): how many keys before and after its own position a query attends to; -1 means all."""
+    """Return the numbers of keys that a query attends to before and after its own position; -1 means all."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 

@@ -137,7 +137,7 @@ def _difference_from_torch(size: int, value_size: int) -> float:
     """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel.
 
     Both kernels compute attention for two branches that share their first tokens, with and without a sliding window. The root
-    mean square is computed separately for each branch and window.
+    mean square difference is computed separately for each of these four outputs.
     """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)

@@ -73,8 +73,8 @@ class TorchEngine:
         pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
             the engine, so that this work need not wait for a long pass.
         self_check: result of the self-check that ran when the model was loaded.
-        image_check: result of the check that scored the first sequences with images both packed and one at a time, and thus
-            decided how sequences with images are scored; None until the check has run.
+        image_check: result of the check that decides how sequences with images are scored; None until the check has run. The
+            check scores the first few of these sequences twice: packed, and one at a time.
 
     Raises:
         UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
@@ -196,10 +196,10 @@ class TorchEngine:
 
         Args:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
-                the longest first; in groups of a few thousand sequences, most shared prefixes are computed only once, and most
-                passes are full. The engine iterates over `groups` in a background thread, so the iterator must not block: it
-                must yield an empty group when no sequences are available yet. For an empty group, `flow` waits for the pass in
-                flight and yields its outcomes, or an empty list if no pass is in flight.
+                in an order that the engine chooses; in groups of a few thousand sequences, most shared prefixes are computed
+                only once, and most passes are full. The engine iterates over `groups` in a background thread, so the iterator
+                must not block: it must yield an empty group when no sequences are available yet. For an empty group, `flow`
+                waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
                 sequences, counted across all groups (see Yields).
@@ -277,7 +277,7 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return whether sequences with images may be packed: only if packing does not change their values.
+        """Return True if sequences with images may be packed: packing does not change their values.
 
         This is checked once, on the first sequences with images. If memory runs out during the check, `image_check` stays None
         and True is returned: `_launch` then treats the pass as one that does not fit, and the check is repeated on the next
@@ -305,7 +305,7 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit in memory. If the token budget was halved before, double it after enough such passes.
+        """Count a pass that fit in memory; after `_GOOD_PASSES` of them in a row, double a token budget that was halved.
 
         The new budget applies to packs that have not been built yet.
         """

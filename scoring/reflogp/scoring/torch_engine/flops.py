@@ -61,7 +61,7 @@ class ForwardFlops:
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operation counts of a pack that contains some of `sequences`; shared tokens are counted once."""
+        """Return the operation counts of a pack that contains some of `sequences`, without and with sharing of tokens."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])

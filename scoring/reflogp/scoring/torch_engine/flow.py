@@ -28,7 +28,7 @@ class Unit:
         members: for each sequence, its index and the indices of its values in the output of the pass.
         tokens: number of tokens in the pass, including padding.
         operations: operation counts of the pass.
-        with_images: the sequences that the pack was built from, if they have images; None otherwise.
+        with_images: if the pack has images, the sequences that the indices in `work.members` refer to; None otherwise.
     """
 
     work: Pack | list[Sequence]
@@ -43,7 +43,7 @@ class InFlight:
     """A launched pass whose values are not on the host yet.
 
     Attributes:
-        values: log-probs in a tensor on the host, which is complete once the mark `landed` has passed.
+        values: tensor on the host that receives the log-probs; it is complete once the mark `landed` has passed.
         began, landed: marks in the device's stream: `began` is set before the pass, and `landed` after the copy of its values
             to the host.
     """

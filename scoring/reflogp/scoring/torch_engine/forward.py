@@ -40,7 +40,7 @@ def should_compile(model: Any, device: torch.device) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers: the first ModuleList that has as many modules as the config has hidden layers."""
+    """Return the decoder layers: the first ModuleList with `num_hidden_layers` modules."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     return list(next(lists, torch.nn.ModuleList()))

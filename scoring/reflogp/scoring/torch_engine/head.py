@@ -1,6 +1,7 @@
 """Compute the log-probs of target tokens from the hidden states that predict them.
 
-The full logits, of shape (tokens, vocabulary), are never in memory at once. Sums over the vocabulary are computed in float32.
+Logits are computed in chunks, so the full array of shape (tokens, vocabulary) need not fit in memory. Sums over the vocabulary
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-sum-exp of all logits and the target's logit for each position, both float32 (n,).
+        """For each position, return the log-sum-exp of all logits, and separately the target's logit; both float32 (n,).
 
         The target's logit comes from the same matrix product as all other logits, so it is rounded to the product's dtype. The
         outer loop iterates over blocks of the vocabulary, so that each block of weights is cast to this dtype at most once.
@@ -233,7 +234,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:
-    """Multiply the logits by `scale` (1 / temperature) and return the log-sum-exp of each row, float32 (n,)."""
+    """Apply `logits` to the product, multiply by `scale` (1 / temperature), and return each row's log-sum-exp, float32 (n,)."""
     if product.device.type != "cpu":
         return torch.logsumexp(logits(product.float()) * scale, 1)
     out = torch.empty(len(product), dtype=torch.float32)

@@ -5,7 +5,7 @@ their first layers (DeepStack, arxiv.org/abs/2406.04334), are read from the argu
 Some models (Qwen-VL) use position ids with several components (time, height, width); the model's own function computes these
 ids for each sequence.
 
-Before sequences with images are packed, `layout_of` checks the first of them, to ensure that packing changes neither the
+Before sequences with images are packed, `layout_of` checks the first few of them, to ensure that packing changes neither the
 tokens' positions nor which tokens attend to each other.
 """
 
@@ -48,7 +48,7 @@ class TooManyPixelsError(Exception):
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return a model's inputs for these images, on the host, and the names of the processor's token-type outputs.
+    """Return the model inputs for these images (tensors on the host), and the names of any token types the processor returns.
 
     Args:
         images: the images of one or more sequences; all must use the same processor.
@@ -173,8 +173,8 @@ class ImageFeatures:
     def close(self) -> None:
         """Release all features and the model.
 
-        Without this call, they would stay in memory as long as a generator from `TorchEngine.flow` that was stopped early
-        still refers to this object.
+        Without this call, an unfinished generator from `TorchEngine.flow`, which refers to this object, would keep them in
+        memory.
         """
         self.clear()
         self._model = None

@@ -58,7 +58,7 @@ class LoadedModel:
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context manager that turns autocast on if the model uses it, as accelerate does, and off otherwise."""
+        """Return a context manager that enables autocast, as accelerate does, or disables it if the model does not use it."""
         return autocasting(self.device, self.autocast)
 
 
@@ -112,8 +112,8 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
 
     Args:
         model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
-        dtype: "float32", "bfloat16", "float16" or "checkpoint". "bfloat16-autocast" and "float16-autocast" load float32 weights
-            and run forward passes under torch.autocast.
+        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype that config.json names. "bfloat16-autocast" and
+            "float16-autocast" load float32 weights and run forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: whether to run modeling code from the checkpoint.
 

@@ -109,7 +109,7 @@ def require_room(
         device: the model's device.
         parameters: number of the model's parameters, or None if unknown. It can be smaller than the number of weights in the
             files, because some of them may not be loaded.
-        alone: True compares the needed memory with the device's total memory, as if nothing else used it. False compares it
+        alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,
             with the memory that is free now.
 
     The message says how much memory is needed, how much is free, and which options would work, if any.
@@ -128,7 +128,7 @@ def require_room(
     if not alone and weights + pass_bytes <= _total_bytes(device):
         ways.append("end the other processes that use this memory")
     raise OutOfMemoryError(
-        f"{checkpoint.folder} does not fit the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
+        f"{checkpoint.folder} does not fit in the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
         f"({_gib(weights)} for weights, {_gib(pass_bytes)} for loading or a forward pass), but "
         f"{f'the device has only {_gib(free)}' if alone else f'only {_gib(free)} are free'}. "
         + (f"What works: {', or '.join(ways)}" if ways else "Use a machine with more memory")
@@ -138,9 +138,10 @@ def require_room(
 def needed_bytes(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
 ) -> tuple[int, int]:
-    """Return (bytes of the weights on the device, additional bytes for loading or for the smallest pass, whichever is larger).
+    """Return (bytes of the weights on the device, additional bytes).
 
-    The arguments are the same as for `require_room`.
+    The additional bytes are for loading or for a pass with the smallest token budget, whichever needs more. The arguments are
+    the same as for `require_room`.
     """
     target = _weights_dtype(dtype)
     text = config.get_text_config()

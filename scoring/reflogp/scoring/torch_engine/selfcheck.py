@@ -46,11 +46,11 @@ class SelfCheck:
         tolerance: largest allowed `difference`, in nats per token.
         rejected: dict from the name of each rejected path or attention kernel to the reason; the name "compiled" stands for
             compiled layers.
-        kernels: names of the attention kernels that `path` uses. If `path` is not "packed", this is the name of the model's own
+        kernels: names of the attention kernels that `path` uses; if `path` is not "packed", only the name of the model's own
             attention implementation.
         compiled: True if the decoder layers and the head's log-sum-exp are compiled.
-        refused_kernels: names of attention kernels that no pass may use, because they raised an error, returned different
-            values, or were refused by the caller.
+        refused_kernels: names of attention kernels that no pass may use, because they raised an error, made the difference
+            exceed the tolerance, or were refused by the caller.
     """
 
     path: Path
@@ -97,9 +97,9 @@ def check_images(
 
     The sequences are scored both packed and one at a time.
 
-    Sequences with images are packed only if the positions and the mask that the model passes to its decoder are the same as in
-    a pack, and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not
-    enough: in bfloat16, values of a few tokens may agree by chance.
+    Sequences with images are packed only if the model passes to its decoder the same positions and mask that a pack would use,
+    and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not enough:
+    in bfloat16, values of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
@@ -276,7 +276,8 @@ def _try_compiled(
         forward.compile_layers(model)
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
-        problem = None if difference <= tolerance else f"compiled layers change log-probs by {difference:.3g} nats per token"
+        changed = f"differ from those of an ordinary forward pass by {difference:.3g} nats per token (root mean square)"
+        problem = None if difference <= tolerance else f"with compiled layers, log-probs {changed}"
     except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
@@ -286,7 +287,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return four sequences, three of which have the same prompt; shorten them if the model has too few positions."""
+    """Return four random sequences, three with the same prompt; all are shortened if the model has too few positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -326,8 +327,8 @@ def _recurrent_part(model: Any) -> str | None:
     """Return the name of a module or parameter that carries state from token to token, or None.
 
     In a pack, such state would leak from one sequence into the next. This function inspects the model's structure instead of
-    its values, because in bfloat16 a small leak is lost in rounding. State-space, linear-attention and RWKV blocks all contain
-    a convolution over time or one of the parameters listed below.
+    comparing log-probs, because in bfloat16 the effect of a small leak is lost in rounding. Each state-space, linear-attention
+    or RWKV block contains a convolution over time or one of the parameters in `states`.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv1d):

@@ -121,7 +121,7 @@ class Sequence:
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
     def model_ids(self) -> npt.NDArray[np.int64]:
-        """Return the token ids that the model gets, int64: `ids` with each image id replaced by the model's image token."""
+        """Return `ids` as the model gets them: with each image id replaced by the id of the model's image token."""
         ids = self.ids()
         return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.vision.image_token_id, ids)
 
@@ -199,9 +199,10 @@ def passes_over(
         skip: indices of sequences to skip.
         size: maximum number of sequences in each group that `flow` gets.
         before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
-            sequences.
+            sequences in `sequences`.
         flow: the engine's `flow`. Its arguments are the groups of sequences, and a function or None. `flow` must call this
-            function before each pass, with a list of the indices of the pass's sequences, counted across all groups.
+            function before each pass, with a list of the indices of the pass's sequences. These indices are counted from 0
+            across all groups.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
@@ -216,10 +217,10 @@ class Operations:
 
     Attributes:
         plain: number of operations for scoring each sequence in a separate forward pass.
-        computed: number of operations in the passes that ran, with shared tokens counted once. Operations that do
-            not affect any value (for padding, for masked pairs of tokens) and passes that ran out of memory are not counted,
-            with one exception: tokens that a sequence's attention mask hides are counted. The device therefore executed at
-            least this many operations.
+        computed: number of operations in the completed passes, with shared tokens counted once. Operations for the padding
+            that the engine adds or for masked pairs of tokens are not counted, nor are those of passes that ran out of memory.
+            Operations for tokens that a sequence's attention mask hides are counted. The device executed at least `computed`
+            operations.
     """
 
     plain: float = 0.0

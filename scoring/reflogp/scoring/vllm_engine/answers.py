@@ -1,8 +1,8 @@
 """Define requests to vLLM and its responses, and check that a response contains the completion's log-probs.
 
 Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
-engine exchange requests and responses as Arrow IPC streams. This module is imported both by the vLLM process and by the process
-that runs the engine, which may have different environments. Therefore, it imports neither torch nor vLLM.
+engine's process exchange requests and responses as Arrow IPC streams. The two processes may have different environments,
+and both import this module. Therefore, it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ ANSWERS = pa.schema(
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Encode numbered requests as two Arrow IPC streams: the requests (REQUESTS) and their distinct images (PICTURES)."""
+    """Encode (number, request) pairs as two Arrow IPC streams, one after the other.
+
+    The first stream contains the requests (schema REQUESTS), and the second their distinct images (schema PICTURES).
+    """
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     rows = []
@@ -147,7 +150,7 @@ def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
 
 
 def requests_of(body: bytes) -> list[tuple[int, Request]]:
-    """Decode the numbered requests that `requests_body` encoded."""
+    """Decode the (number, request) pairs that `requests_body` encoded."""
     reader = pa.BufferReader(body)
     columns = pa.ipc.open_stream(reader).read_all()
     sent = pa.ipc.open_stream(reader).read_all().to_pydict()

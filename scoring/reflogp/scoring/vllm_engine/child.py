@@ -43,7 +43,7 @@ class VllmProcess:
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: function that returns a context manager in which vLLM loads the model. The context manager raises
+        unchanged: function that returns a context manager. vLLM loads the model inside its `with` block, which raises
             FileChangedError if the model's files are not those of the reference.
 
     Raises:

@@ -51,10 +51,10 @@ def sharing_order(sequences: Several[Sequence]) -> list[int]:
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
     """Return, for each sequence, whether it may read vLLM's prefix cache without losing log-probs.
 
-    The result is valid only if the cache contains no tokens of other sequences. vLLM reuses whole blocks. For a sequence with P
-    prompt tokens, a cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first completion
-    token. Because the sequences are sorted, each of them has its longest common prefix with the sequence directly before or
-    after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
+    The result is valid only if the cache contains no tokens of sequences outside `ordered`. vLLM reuses whole blocks. For a
+    sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first
+    completion token. Because the sequences are sorted, each of them has its longest common prefix with the sequence directly
+    before or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -152,8 +152,9 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: entries to add to the provenance. For a server, whose weights reflogp cannot read, they say whether
-            `server.check_claim` has compared its log-probs with locally computed ones. Empty if vLLM runs as a local process.
+        claim: entries to add to the provenance. If vLLM runs as a server, whose weights reflogp cannot read, the entries say
+            whether `server.check_claim` has compared the server's log-probs with locally computed ones. Empty if vLLM runs as
+            a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:

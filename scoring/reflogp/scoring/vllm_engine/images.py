@@ -1,4 +1,4 @@
-"""Convert sequences with images into vLLM's prompts without changing their token ids. This code runs in vLLM's process.
+"""Convert sequences with images into prompts for vLLM, and keep the sequences' token ids. This code runs in vLLM's process.
 
 By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. This module instead passes each
 image separately to vLLM's processor, and compares the generated tokens with the caller's token ids. If the tokens differ, the
@@ -81,8 +81,8 @@ class ImagePrompts:
     def prompt(self, request: Request, salt: str) -> Any:
         """Return vLLM's prompt for a sequence with images.
 
-        Raise ImageRefusedError if an image cannot be processed, or if vLLM generates other tokens for it than those in the
-        sequence.
+        Raise ImageRefusedError if an image cannot be processed, or if the tokens that vLLM generates for it differ from its
+        tokens in the sequence.
         """
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -107,10 +107,10 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of a test image. When vLLM starts, it scores sequences with test images.
+        """Return a test image, which is scored when vLLM starts, as (pixel digest, PNG file, token ids, image token's id).
 
-        `ids` are the token ids of the image, with an image id for each image token. `shade`, from 0 to 255, determines the
-        image's two colors.
+        In the token ids, an image id (see reflogp.store.images) represents each image token. `shade`, from 0 to 255, determines
+        the image's two colors.
         """
         import io
 
@@ -176,7 +176,7 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     own = np.isin(np.arange(first, last), places)
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
-            "vLLM's image processor produces other tokens for an image than the sequence contains "
+            "vLLM's image processor produces different tokens for an image than the sequence contains "
             f"(vLLM: {int(image.is_image.sum())} image tokens; sequence: {len(places)})"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))

@@ -51,8 +51,8 @@ _PARTS = {
 }
 #: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
 WRONG = {
-    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only instead of both, and its "
-    "GPU build has not been tested"
+    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only instead of both, and "
+    "vLLM's GPU build has not been tested with these models"
 }
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
@@ -105,7 +105,7 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return the `vllm.LLM` arguments, and the adapter if there is one, with which vLLM computes a reference's values.
+    """Return the `vllm.LLM` arguments, and the adapter if any, that vLLM needs to compute a reference's values.
 
     Args:
         model: local model folder.
@@ -216,10 +216,12 @@ def _rank(adapter: Adapter) -> int:
     tables = sorted({name for name in _tensors(adapter.weight_file) if any(table in name for table in _TABLES)})
     if config.get("modules_to_save") or tables:
         what = tables[0] if tables else config["modules_to_save"][0]
-        raise EngineError(f"{adapter.folder} changes {what}, and vLLM would apply these changes incorrectly; {advice}")
+        raise EngineError(
+            f"the adapter {adapter.folder} changes {what}, and vLLM would apply these changes incorrectly; {advice}"
+        )
     rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     if rank > _RANKS[-1]:
-        raise EngineError(f"{adapter.folder} has rank {rank}, but vLLM supports at most {_RANKS[-1]}; {advice}")
+        raise EngineError(f"the adapter {adapter.folder} has rank {rank}, but vLLM supports at most {_RANKS[-1]}; {advice}")
     return min(size for size in _RANKS if size >= rank)
 
 

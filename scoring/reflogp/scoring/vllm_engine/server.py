@@ -98,7 +98,7 @@ class ServerPlace:
 
     Attributes:
         url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
-        model: the server's name for the reference model; None if the server serves only one model.
+        model: the server's name for the reference model, or None for the only model that the server serves.
         key: API key for the server, or None.
         concurrency: maximum number of concurrent requests.
         patience_seconds: maximum time to wait for a server that does not respond, in seconds.
@@ -191,7 +191,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """Return the server's name for the model, and the maximum length in tokens of a sequence that the server can score."""
+        """Return the server's name for the model, and the length in tokens of the longest sequence that the server accepts."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if not served:
@@ -309,8 +309,8 @@ def check_claim(
     if difference > tolerance:
         raise EngineError(
             f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
-            f"its log-probs of {len(ours)} tokens differ from locally computed ones by {difference:.3g} nats (root mean "
-            f"square); the limit is {tolerance:.3g}"
+            f"the server's log-probs of {len(ours)} tokens differ from those computed locally by {difference:.3g} nats "
+            f"(root mean square), but at most {tolerance:.3g} nats are allowed"
         )
     return {"reference": "checked", "reference_difference": difference}
 

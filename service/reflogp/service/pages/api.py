@@ -56,7 +56,7 @@ class Operation:
 
     Attributes:
         bodies: media types that are accepted for the request body.
-        fields: fields of a JSON body.
+        fields: fields of the request body if it is a JSON object.
     """
 
     id: str

@@ -37,7 +37,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
 
     Args:
         name: id that is unique on the page, made of letters, digits and hyphens.
-        title: title of the chart, which says what is counted.
+        title: chart title that says what is counted.
         unit: unit of the values, shown below the axis.
         values: counts and edges of the bars, which may differ in width.
     """

@@ -44,7 +44,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         """Return 200 if the store can be read, the job ledger can be written, and a worker responds.
 
         Otherwise (for example, while the workers are starting), return 503 with an explanation. A service without reference
-        models has no workers, and is ready without them.
+        models has no workers and needs none to be ready.
         """
         try:
             await to_thread.run_sync(context.registry.list)

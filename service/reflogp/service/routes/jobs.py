@@ -38,7 +38,7 @@ _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
 #: Bytes of memory needed for a report while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
 #: Description of each setting in the query string.
-_IN_QUERY = "Same setting as the field with this name in a JSON body. Used only if the request body is the dataset itself."
+_IN_QUERY = "Same as the field with this name in a JSON body. Used only if the request body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
@@ -79,8 +79,8 @@ def jobs_router(context: Context) -> APIRouter:
 
         Two submissions with the same bearer token and the same Idempotency-Key count as the same job; if their content differs,
         the second is refused (409). Without a key, two submissions count as the same job if they have the same reference,
-        tokenizer, dataset and settings. Datasets are compared by their bytes or URI and, if the job names a path, also by the
-        path. Priority and title are not compared.
+        tokenizer, dataset and settings. Datasets named by a URI are compared by the URI, all others by their bytes and, if the
+        job names a path, also by the path. Priority and title are not compared.
 
         If the existing job has failed or was cancelled, it is queued again. If it is done, it is returned as it is, with one
         exception: a new job is created if no key was sent and the data may have changed, because the dataset is named by a URI
@@ -279,9 +279,9 @@ def _settings_of_query(
     priority: Annotated[int, Query(ge=-100, le=100, description=_IN_QUERY)] = 0,
     title: Annotated[str, Query(max_length=200, description=_IN_QUERY)] = "",
 ) -> JobSettings | None:
-    """Return the settings from the query string, or None if it names no reference.
+    """Return a job's settings from the query string, or None if the query string names no reference.
 
-    The query string contains the settings if the request body is the dataset itself.
+    A client sends the settings in the query string if the request body is the dataset itself.
     """
     if reference is None:
         return None

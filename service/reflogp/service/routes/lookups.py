@@ -92,7 +92,7 @@ class LookupAnswer(BaseModel):
     scored_len: list[int | None] = Field(description="Number of log-probs stored for each key.")
     logp_sum: list[float | None] = Field(description="Sum of each key's log-probs, in nats.")
     token_logps: list[list[float] | None] | None = Field(
-        None, description="Each key's log-probs, in nats. Null instead of a list if `values` is false."
+        None, description="Log-probs of each key's tokens, in nats. If `values` is false, the whole field is null."
     )
 
 
@@ -138,10 +138,10 @@ def lookups_router(context: Context) -> APIRouter:
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the number of bytes to reserve for a lookup that needs `held` bytes, and `reading` more to read token values.
+        """Return the number of bytes to reserve for a lookup that needs `held` bytes, plus `reading` bytes for token values.
 
-        Row groups are always read as a whole, so a single row group may need more memory than one request may reserve.
-        `reading` is therefore counted only as far as the sum does not exceed the most that one request may reserve.
+        Row groups are always read as a whole, so reading a single row group may need more memory than one request may reserve.
+        The sum is therefore capped at the most that one request may reserve, but the result is never less than `held`.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 

@@ -266,9 +266,9 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Return a value in the form in which a template displays it.
+    """Remove control characters and invisible characters, except line ends and tabs, from a value that a template displays.
 
-    If the value is text, remove its control characters and invisible characters, but keep line ends and tabs.
+    Values that are not text are returned unchanged.
     """
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 

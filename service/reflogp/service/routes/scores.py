@@ -90,7 +90,7 @@ def scores_router(context: Context) -> APIRouter:
         tags=["score"],
         summary="Score sequences now",
         response_model=ScoreAnswer,
-        response_description="One entry per sequence, in the order of the request.",
+        response_description="The values of the sequences, in the order of the request.",
         responses={
             **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
             200: {"content": {ARROW_STREAM: {}}},
@@ -106,13 +106,16 @@ def scores_router(context: Context) -> APIRouter:
         cache_read: Annotated[
             bool,
             Query(
-                description="Whether to return stored values instead of computing them. Ignored with attention masks or if "
-                "temperature is not 1."
+                description="Whether to return stored values instead of computing them. With attention masks, or if "
+                "temperature is not 1, all values are computed."
             ),
         ] = True,
         cache_write: Annotated[
             bool,
-            Query(description="Whether to store computed values. Ignored with attention masks or if temperature is not 1."),
+            Query(
+                description="Whether to store computed values. With attention masks, or if temperature is not 1, no values are "
+                "stored."
+            ),
         ] = False,
         deadline_ms: Annotated[
             int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait for the values, in milliseconds.")
@@ -159,7 +162,7 @@ def scores_router(context: Context) -> APIRouter:
 
 
 async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
-    """Wait for the result and return it. If the caller disconnects first, cancel the scoring request and return None."""
+    """Wait for `scoring` and return its result. If the caller disconnects first, cancel `scoring` and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -5,8 +5,8 @@ service itself exits.
 
 The process has four threads. The main thread owns the engines and alternates between online requests and a job. Of the other
 threads, one reads frames, one runs jobs, and one commits the values of online requests. Logs go to stderr. The process is
-started with `python -m reflogp.service.worker`. The service and the worker exchange the following frames, where "(+ unit)"
-means that the frame's body contains a unit:
+started with `python -m reflogp.service.worker`. The service and the worker exchange the following frames. The parentheses say
+what a frame's body contains; a unit is a unit of work of a job:
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -147,7 +147,7 @@ class Worker:
         self._write_back.close()
 
     def end(self) -> None:
-        """Start to shut down the worker, without waiting.
+        """Begin to shut down the worker, and return at once.
 
         The job commits the values computed so far and stops. Then the current round of online requests is finished, and `run`
         returns.
@@ -352,14 +352,14 @@ class Worker:
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        """Return the VisionCache for a reference's model; it is used when this worker helps with a job."""
+        """Return the VisionCache that this worker uses when it helps with a job of the given reference."""
         folder = self._folder(reference_id)
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check that a model can be loaded. Engines calls this method before it unloads other models to make room.
+        """Check that a model can be loaded. The Engines object calls this method before it unloads other models to make room.
 
         Raise ContentMismatchError if the content of the model's folder no longer matches the reference, and OutOfMemoryError if
         the model does not fit on the device even when no other model is loaded.

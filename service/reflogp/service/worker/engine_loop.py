@@ -2,8 +2,9 @@
 
 Online requests are served first. Requests that together fit into the engine's token budget are computed together, in one round.
 After each round, the loop runs one forward pass of the job, if the job has work, so that neither the job nor the requests wait
-long. A request waits for at most two passes of the job. While there are online requests, the job's passes are kept short. The
-thread that calls `preload` and `run` owns the engines; all other public methods of EngineLoop may be called from any thread.
+long. A request waits for at most two passes of the job if its engine is loaded and no other requests are queued. While online
+requests keep arriving, the job's passes are kept short. The thread that calls `preload` and `run` owns the engines; all other
+public methods of EngineLoop may be called from any thread.
 """
 
 from __future__ import annotations
@@ -411,7 +412,7 @@ class EngineLoop:
         """Return the job's work if the loop should run one of the job's passes now, otherwise None.
 
         The loop should run no pass while the job waits for new sequences to be read, while the results of _AHEAD passes are
-        waiting for the job's thread, or while the pass would displace another model that was loaded and used only recently.
+        waiting for the job's thread, or while the pass would displace a model that was both loaded and used recently.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

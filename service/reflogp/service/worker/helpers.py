@@ -57,8 +57,8 @@ class Helpers:
     def open(self, table: LogprobTable) -> None:
         """See Workers.open.
 
-        `table` is not sent to the helpers, because each helper opens the table itself. The next call to `begin` also returns
-        helpers that joined during an earlier attempt at the job.
+        `table` is not sent to the helpers, because each helper opens the table itself. The next call to `begin` returns
+        all current helpers, including those that joined during an earlier attempt at the job.
         """
         with self._lock:
             self._joined = list(self._here.values())
@@ -183,7 +183,7 @@ def help_with(
         send: sends a frame to the service. It is called with the frame `helping` once the engine is loaded, and then with an
             `answer` frame for each request.
         check: called repeatedly; raises an error to make this worker stop helping.
-        vision: image processors of the model.
+        vision: cache of the model's image processors.
 
     Errors raised by `check`, by the engine and by the store are passed on to the caller.
     """

@@ -56,7 +56,7 @@ class JobEngine:
         self._operations = Operations()
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """See Engine.problems. The result includes the sequences in `poison`."""
+        """See Engine.problems. The result also contains the sequences whose keys are in `poison`."""
         found = self._engine.problems(sequences)
         if self._poison:
             keys = _keys(sequences)

@@ -41,7 +41,7 @@ class WorkerConfiguration:
         device: "auto", "cpu", "cuda:1", …
         visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
         workers: number of workers in the service.
-        sharing: number of workers that share the machine's CPU cores.
+        sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
         token_budget: maximum number of tokens in one forward pass, or "auto".
         models: configuration of each reference's model, by reference id.
         capacity: maximum number of loaded engines.
@@ -141,7 +141,7 @@ def table_of(body: bytes) -> pa.Table:
 def outcomes_table(outcomes: list[Any]) -> pa.Table:
     """Return the outcomes as a table with schema OUTCOMES.
 
-    Each outcome belongs to one sequence: a float32 array with the log-probs of its tokens, or an error message.
+    Each outcome is a float32 array with the log-probs of one sequence's completion tokens, or an error message.
     """
     good = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     lengths = np.array([0 if isinstance(outcome, str) else len(outcome) for outcome in outcomes], np.int64)

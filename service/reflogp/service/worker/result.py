@@ -41,7 +41,7 @@ _OUTLIERS, _TEXT, _IMAGES = 4, 4_000, 2
 _NAMED = 100
 _REJECTED, _CHOSEN = "rejected far more likely than chosen", "chosen far more likely than rejected"
 _OF_ONE_SIGN = (_REJECTED, _CHOSEN)
-_NO_VALUE = "no value is stored for the row"
+_NO_VALUE = "at least one of the row's values is missing from the store or cannot be used"
 _DROPPED = "dropped because the prompt alone fills max_length; the trainer drops the row too"
 
 

@@ -59,7 +59,7 @@ class WriteBack:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Queue values, which must have been computed at temperature 1, for the next commit.
+        """Queue values for the next commit. The values must have been computed at temperature 1.
 
         If other values are still waiting, and these values would bring the total above _MOST_TOKENS tokens, log a warning and
         drop these values.

@@ -43,8 +43,8 @@ _SHOWN_PROBLEMS = 5
 class ReferenceAudit(TrainerCallback):
     """A callback that checks a training run's reference log-probs, and checks that the run follows the trainer's settings.
 
-    The audit stops a run only if the reference values are wrong or do not reach the loss, or if a reference model runs. Any
-    other problem is logged as a warning and recorded in reflogp_audit.json, and the run continues.
+    The audit stops a run only if the reference values are wrong or do not reach the loss, or if the trainer keeps or runs a
+    reference model. Any other problem is logged as a warning and recorded in reflogp_audit.json, and the run continues.
 
     - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
       values.
@@ -79,8 +79,8 @@ class ReferenceAudit(TrainerCallback):
         on_finding: "fail" raises AuditError to stop the run; "warn" logs a warning instead.
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes of the policy and the reference, and is larger for mixtures of experts; and the
-            run is also stopped if the reference log-probs were computed in a different dtype than the policy's.
+            tolerance depends on the dtypes in which the policy and the reference compute, and is larger for mixtures of
+            experts. In this case, the run is also stopped if the two dtypes differ.
         spot_rows: maximum number of rows that `spot_check` scores again.
 
     Attributes:
@@ -223,7 +223,10 @@ class ReferenceAudit(TrainerCallback):
             self._found("forwards", problems)
             return
         kl_passes = int(any(name.lower().startswith("kl_") for name in inputs))  # TRL computes KTO's KL term without gradients
-        words = f"the policy ran {self._forwards.policy} forward passes for one micro-batch; expected {1 + kl_passes}"
+        words = (
+            f"the policy ran {self._forwards.policy} forward passes for one micro-batch ({self._forwards.policy_without_grad} "
+            f"without gradients); expected {1 + kl_passes} ({kl_passes} without gradients)"
+        )
         as_a_reference = self._forwards.policy_without_grad > kl_passes
         self._found("forwards", problems + [words] * as_a_reference)
         if self._forwards.policy > 1 + kl_passes and not as_a_reference:
@@ -506,9 +509,9 @@ def _words(check: str, problems: list[str]) -> str:
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
-    """Attach an audit to a trainer and return it; attach nothing if `audit` is False.
+    """Attach an audit to a trainer and return the audit. If `audit` is False, attach nothing and return None.
 
-    If `audit` is None or True, a `ReferenceAudit` with `step_zero_tolerance` and otherwise default settings is created.
+    If `audit` is None or True, the audit is a new `ReferenceAudit` with `step_zero_tolerance` and otherwise default settings.
     """
     if audit is False:
         return None

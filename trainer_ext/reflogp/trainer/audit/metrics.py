@@ -60,8 +60,8 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means, because the next log does not cover their batches: TRL's trainers clear their metrics
-        whenever they log, even if a callback requested the log."""
+        """Discard the recorded means. Call this method after each log of TRL's metrics, even one that a callback requested:
+        TRL's trainers then clear their metrics, so the next log does not cover the earlier batches."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
@@ -85,7 +85,7 @@ class GlobalMeans:
         return found
 
     def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
-        """Compare the mean reference log-prob that the log implies with the joined columns' mean over all processes.
+        """Check that the mean reference log-prob implied by a log equals the mean of the joined column over all processes.
 
         The implied mean is the logged log-prob minus (logged reward / beta).
         """

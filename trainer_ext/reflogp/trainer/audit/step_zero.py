@@ -18,10 +18,8 @@ from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, 
 _CAUSES = (
     "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
     "policy_starts_at_reference=False to the trainer, or set policy_starts_elsewhere in the command or config of another "
-    "framework);{dtype} "
-    "the chat template or tokenizer is a different one that happens to produce the same token ids; the scored sequences were "
-    "not truncated in the same way as the policy's batches; the stored values were changed after scoring (run `reflogp store "
-    "verify`)"
+    "framework);{dtype} the scored sequences were not truncated in the same way as the policy's batches; the stored values "
+    "were changed after scoring (run `reflogp store verify`)"
 )
 _CAUSES_WITH_A_SERVICE = (
     "Likely causes: the stored values were changed after scoring (run `reflogp store verify`); the dataset's "
@@ -37,10 +35,10 @@ class StepZero:
 
     Attributes:
         sequences: number of sequences compared, over all processes.
-        max_difference: largest |policy - reference| of a sum, in nats.
-        max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
-        mean_difference: mean of policy - reference. Rounding errors average out to nearly 0; the differences between two models
-            do not.
+        max_difference: largest |policy - reference| of a sequence's summed log-probs, in nats.
+        max_per_root_token: largest |policy - reference| / sqrt(tokens) of a sequence; compared with `tolerance`.
+        mean_difference: mean of policy - reference, in nats. Rounding errors average out to nearly 0; the differences between
+            two models do not.
         tolerance: the allowed difference, in nats/√tokens.
         reference_dtype: dtype in which the reference log-probs were computed.
         policy_dtype: dtype in which the policy computes.
@@ -91,14 +89,13 @@ class StepZero:
             raise StepZeroError(
                 f"the {scorer}'s log-probs of {what} differ from the joined reference log-probs by up to "
                 f"{self.max_difference:.4g} nats "
-                f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
-                "average). " + causes.format(dtype=dtypes),
+                f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} nats "
+                "on average). " + causes.format(dtype=dtypes),
                 "step_zero",
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError if the reference log-probs were computed in a different dtype than the one in which the policy
-        computes.
+        """Raise StepZeroError if the reference's dtype is known and differs from the policy's.
 
         Args:
             check: name of the check that the error reports as failed.
@@ -150,8 +147,8 @@ def compared(
 
     Args:
         parts: the result of `differences` for each batch.
-        allowed: largest accepted |policy - reference| of a sum, in nats/√tokens. If None, the limit depends on the dtypes and
-            the type of model.
+        allowed: largest accepted |policy - reference| / sqrt(tokens) of a sequence's summed log-probs. If None, the limit
+            depends on the dtypes and the type of model.
         reference_dtype: dtype in which the reference log-probs were computed.
         policy: the policy, without wrappers such as DistributedDataParallel.
         accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's

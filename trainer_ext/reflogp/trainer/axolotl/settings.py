@@ -30,7 +30,7 @@ class StoredReferenceSettings(BaseModel):
     )
     reference: str | None = Field(None, description="the reference's name in a service; can be given instead of `model`")
     reference_id: str | None = Field(None, description="the reference's id; can be given instead of `model`")
-    snapshot: int | None = Field(None, description="number of the snapshot; default: the latest")
+    snapshot: int | None = Field(None, description="number of the snapshot to read; default: the latest")
     on_miss: OnMiss = Field(
         "error",
         description="what to do about rows without values: stop and show the command that scores them (error), have the "
@@ -79,7 +79,7 @@ class StoredReferenceSettings(BaseModel):
 
 
 class PluginSettings(BaseModel):
-    """The keys that the plugin adds to axolotl's YAML file."""
+    """The keys of axolotl's YAML file that the plugin defines."""
 
     reflogp: StoredReferenceSettings | None = None
 

@@ -50,7 +50,7 @@ def _base_model(cfg: Any) -> str:
 
 def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
     """Raise UsageError if axolotl has added tokens to `base_model`'s vocabulary. axolotl initialises the embeddings of such
-    tokens at random, so the reference would no longer be `base_model`."""
+    tokens at random, so the policy does not start from the reference's weights, which are those of `base_model`."""
     base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:

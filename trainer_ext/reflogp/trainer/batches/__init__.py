@@ -1,8 +1,8 @@
 """Supply frameworks other than TRL with reference log-probs for their training batches, from a store or a service.
 
-Frameworks differ in how they tokenize, truncate and collate. Therefore, the framework tokenizes its own datasets,
-and the values of all rows are then looked up before training starts. During training, the tokens of each row in a batch
-identify the row's values.
+Frameworks differ in how they tokenize, truncate and collate. Therefore, each framework's own code tokenizes the datasets.
+Before training starts, the reference log-probs of all tokenized rows are looked up. During training, the tokens of each row in
+a batch identify the row's log-probs.
 """
 
 from reflogp.trainer.batches.reference import BatchReference

@@ -31,7 +31,8 @@ class StoredReference:
 
     Attributes:
         source: where the values are stored.
-        run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
+        run_command: whether to score rows without stored values on this machine, by running `reflogp score` in a separate
+            process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
@@ -49,9 +50,9 @@ class StoredReference:
 class BatchReferenceMixin(_AnyTrainer):
     """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
-    The code for a framework defines a trainer class with this mixin and the framework's trainer as base classes, in this order.
-    The class calls `use_stored_reference` at the end of its constructor, and overrides the method in which the framework runs
-    its reference model.
+    The adapter for a framework defines a trainer class with this mixin and the framework's trainer as base classes, in this
+    order. The class calls `use_stored_reference` at the end of its constructor, and overrides the method in which the framework
+    runs its reference model.
 
     Attributes:
         ref_model: the BatchReference that supplies the stored values.
@@ -90,8 +91,9 @@ class BatchReferenceMixin(_AnyTrainer):
         run, the method does nothing.
 
         Args:
-            policy: function that computes the policy's sums, shape (n,), without gradients or dropout.
-            reference: the stored sums, shape (n,).
+            policy: function that computes the policy's summed log-probs of each sequence in the batch, shape (n,), without
+                gradients or dropout.
+            reference: sums of the stored log-probs of the same sequences, shape (n,).
             tokens: number of tokens in each sum, shape (n,).
         """
         if self.audit.wants_first_batch:

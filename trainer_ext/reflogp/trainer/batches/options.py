@@ -57,7 +57,13 @@ def read_options(
         metavar="ID",
         help="the reference's id; can be given instead of --reflogp.model",
     )
-    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="number of the snapshot; default: the latest")
+    add(
+        "--reflogp.snapshot",
+        dest="snapshot",
+        type=int,
+        metavar="N",
+        help="number of the snapshot to read; default: the latest",
+    )
     add(
         "--reflogp.on_miss",
         dest="on_miss",
@@ -103,8 +109,8 @@ def read_options(
 def warn_if_untested(package: str, tested: str) -> None:
     """Warn if the installed version of a framework is not the version that reflogp was tested with.
 
-    The run continues. If the framework's behaviour has changed, the policy's log-probs may differ from the reference's; the
-    `step_zero` check then stops the run.
+    The run continues. If the framework's behaviour has changed, the policy's log-probs of the first batch may differ from
+    the reference's; the `step_zero` check then fails.
 
     Args:
         package: name of the framework's package.

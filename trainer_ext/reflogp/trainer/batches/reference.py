@@ -1,4 +1,4 @@
-"""Supply stored values for a framework's padded batches, through an object that takes the place of the reference model.
+"""Supply a framework's padded batches with stored reference log-probs, through an object that replaces the reference model.
 
 The values of all rows are looked up before training, once per node. If the settings request it, sequences without values are
 scored before the run continues.
@@ -161,8 +161,8 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
         raise UsageError("on_miss='compute' works only with TRL's trainers: use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
         raise UsageError(
-            "missing rows can be scored on this machine only for a store, and only if model= is given; for a service, use "
-            "on_miss='score'"
+            "missing rows can be scored on this machine only if the values come from a store and model= is given; for a "
+            "service, use on_miss='score'"
         )
     if run_command and source.snapshot is not None:
         raise UsageError(f"snapshot {source.snapshot} cannot contain newly scored values: omit the snapshot")
@@ -170,7 +170,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of the lookup, which only the run's first process makes. All processes receive the result."""
+    """The result of looking up all sequences. Only the run's first process looks them up; all processes receive the result."""
 
     where: Where
     scored: dict[str, int]
@@ -181,15 +181,17 @@ def look_up_rows(
 ) -> tuple[RowValues, dict[str, JoinRecord]]:
     """Return the values for all rows of the given datasets; every process gets the same values.
 
-    The first process on each node reads the datasets. The first process of the run finds the missing sequences, and has them
-    scored if `source` or `run_command` requests it, while the other processes wait. Then the first process on each node writes
-    the values to a file, which all processes on the node map into memory. All nodes use the same snapshot.
+    The first process on each node reads the datasets. The first process of the run finds the sequences without stored values,
+    and has these sequences scored if `source` or `run_command` requests it, while the other processes wait. Then the first
+    process on each node writes the values to a file, which all processes on the node map into memory. All nodes use the same
+    snapshot.
 
     Args:
         datasets: the datasets by name.
         source: where the values are stored.
-        output_dir: folder in which to write missing sequences, as reflogp-missing.parquet.
-        run_command: whether to score missing sequences on this machine, by running `reflogp score` in a separate process.
+        output_dir: folder in which to write sequences without values, as reflogp-missing.parquet.
+        run_command: whether to score sequences without values on this machine, by running `reflogp score` in a separate
+            process.
 
     Returns:
         the values, and a record of each dataset's lookup, by dataset name.

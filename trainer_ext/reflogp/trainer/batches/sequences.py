@@ -108,8 +108,8 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each dataset name, the indices in `table` of the dataset's sequences, int64 of shape (dataset rows, sequences
-            per row).
+        of: for each dataset, by name, the row number in `table` of each of the dataset's sequences: int64 of shape
+            (dataset rows, sequences per dataset row).
     """
 
     table: pa.Table
@@ -117,8 +117,8 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the indices of the dataset rows that contain at least one sequence selected by `marked`, by dataset name. The
-        mask `marked` has one entry per row of `table`. Datasets without selected sequences are omitted."""
+        """For each dataset, by name, return the indices of its rows that contain at least one sequence selected by `marked`,
+        a mask with one entry per row of `table`. Datasets without selected sequences are omitted."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
@@ -163,11 +163,11 @@ def _lists(parts: Iterable[TokenIds]) -> pa.LargeListArray:
 
 
 def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Path:
-    """Write the values of n rows to a file that this node's processes share, and return the file's path.
+    """Write the log-probs of n sequences to a file that this node's processes share, and return the file's path.
 
     Args:
-        row_keys: the keys of the rows, from `row_key`; all must be different.
-        token_logps: the log-probs of each row's completion tokens, as an array of type large_list<float32> without nulls.
+        row_keys: the keys of the sequences, from `row_key`; all must be different.
+        token_logps: the log-probs of each sequence's completion tokens, as an array of type large_list<float32> without nulls.
     """
     keys = pa.array(row_keys, KEY_TYPE)
     order = pa.array(sorted(range(len(row_keys)), key=row_keys.__getitem__), pa.int64())
@@ -185,8 +185,8 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the log-probs (in nats) of a row's completion tokens, or None if the row is not in the file. The completion is
-        at the end of `token_ids`.
+        """Return the log-probs (in nats) of a sequence's completion tokens, or None if the sequence is not in the file. The
+        completion is at the end of `token_ids`.
 
         Args:
             token_ids: token ids of the prompt and the completion, without padding, shape (n,).

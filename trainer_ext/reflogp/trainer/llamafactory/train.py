@@ -3,8 +3,9 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-This module runs LLaMA-Factory's own launcher, so it starts torchrun in the same cases as `llamafactory-cli`. Only the functions
-that create LLaMA-Factory's reference model and trainers are replaced.
+This module runs LLaMA-Factory's own launcher, so it starts torchrun in the same cases as `llamafactory-cli`. It
+replaces the functions that create LLaMA-Factory's reference model and trainers. For other training stages, Ray and
+Megatron, UsageError is raised.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
     _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return a batch's stored sums for the desirable rows, the undesirable rows and the KL rows, as three float32
-        tensors."""
+        """Return a batch's stored sums of log-probs as three float32 tensors: one each for the desirable rows, the
+        undesirable rows and the KL rows."""
         own, kl = (
             self.ref_model.sums(*(batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "labels")))
             for prefix in ("", "kl_")
@@ -102,5 +102,6 @@ def _refuse_media(dataset: Any, name: str) -> None:
                 and pc.any(pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)).as_py()
             ):
                 raise UsageError(
-                    f"the {name} dataset has {column}, but with LLaMA-Factory, stored values are supported only for text"
+                    f"the {name} dataset has {column}, but with LLaMA-Factory, stored values are supported only for text: "
+                    "start this run with llamafactory-cli"
                 )

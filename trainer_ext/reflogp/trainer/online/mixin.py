@@ -1,6 +1,6 @@
 """Provide the code shared by all TRL online trainers whose reference model runs in a service.
 
-Subclasses in the other modules of this package override the method in which TRL's trainer runs its reference model.
+Subclasses of `RemoteReferenceMixin` in the other modules of this package override the TRL method that runs the reference model.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class RemoteReferenceMixin(_AnyTrainer):
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with those from the service. This happens before the first step.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            service and the policy must compute in the same dtype, and the tolerance depends on this dtype and on the type of
-            model.
+            policy and the service's reference model must compute in the same dtype, and the tolerance depends on this dtype and
+            on the type of model.
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
-        UsageError: TRL would not use a reference with these arguments, or the service's reference model is not the given model
-            or computes in a different dtype than the policy.
+        UsageError: these arguments would make TRL ignore the reference; or the service's reference model is not the model that
+            `reference` specifies, or computes in a different dtype than the policy.
         ReferenceNotFoundError: the service does not have the reference.
         ServiceError: the service is unreachable, or does not respond in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.
@@ -78,7 +78,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         name = type(self).__name__
         if not isinstance(reference, ReferenceSource):
             raise UsageError(
-                f"{name} needs to know which service has the reference model: pass reference=ReferenceSource("
+                f"{name} needs to know which service runs the reference model: pass reference=ReferenceSource("
                 '"http://scorer:8311", reference="sft") with the model\'s name from `reflogp serve --model sft=…`'
             )
         given = inspect.signature(super().__init__).bind(*positional, **named)
@@ -89,7 +89,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
                 "sync_ref_model=True changes the reference during training, but the service would keep the old model: "
-                "set it to False"
+                "set sync_ref_model=False"
             )
         given.arguments["args"] = self._without_reference(copy.copy(args))
         begin_report(args.output_dir, args.process_index)

@@ -29,8 +29,8 @@ class PerTokenMixin(RemoteReferenceMixin):
         super().__init__(*positional, **named)
         if hasattr(self, "liger_grpo_loss"):
             raise UsageError(
-                "TRL's Liger loss would ignore the service's values: set use_liger_kernel=False, or use TRL 1.14 or newer, where "
-                "use_liger_kernel does not change the loss"
+                "TRL's Liger loss would ignore the service's values: set use_liger_kernel=False, or use TRL 1.14 or newer, "
+                "where use_liger_kernel does not change the loss"
             )
         if self.args.n_gpu > 1:
             raise UsageError(

@@ -38,11 +38,11 @@ class RunAudit:
     """An audit that checks an OpenRLHF run's stored reference log-probs, and checks that the run follows the trainer's
     settings.
 
-    The audit stops a run only if the stored values are wrong, or if a model computes reference values during training. Any
-    other problem is logged as a warning and written to the report.
+    The audit stops a run if the stored values are wrong, or if an unexpected forward pass runs. Any other
+    problem is logged as a warning and written to the report.
 
-    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if any model runs while
-      OpenRLHF gets the reference's log-probs.
+    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if another language
+      model runs while OpenRLHF gets the log-probs of the policy or of the reference.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
       log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
@@ -58,11 +58,11 @@ class RunAudit:
 
     Args:
         output_dir: folder in which to write reflogp_audit.json.
-        joins: a record of each join, by dataset name, for the report.
-        on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
+        joins: a record of how each dataset's values were looked up, by dataset name; the report contains these records.
+        on_finding: "fail" stops the run for the reasons given above; "warn" only logs a warning.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model. In that case, the run is also stopped if the reference
-            log-probs were computed in a different dtype than the one in which the policy computes.
+            tolerance depends on the dtypes of policy and reference, and on the type of model. In that case, the run is also
+            stopped if the reference log-probs were computed in a different dtype than the one in which the policy computes.
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
@@ -252,8 +252,8 @@ class RunAudit:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Gather what each process has recorded since the last call of this method. If any of these problems stops the run,
-        raise an error on all processes; otherwise log a warning if a check reports its first problem."""
+        """Gather the problems that each process has recorded since the last call of this method. If any of them stops the run,
+        raise an error on all processes. Otherwise, log a warning if a check reports its first problem."""
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)

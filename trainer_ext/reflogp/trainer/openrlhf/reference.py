@@ -57,7 +57,7 @@ class CachedReference(BatchReference):
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: a record of each dataset's lookup and its source, by dataset name.
+        joins: a record of how and where each dataset's values were looked up, by dataset name.
         model: always None, so that OpenRLHF's strategy finds no model to wrap.
     """
 

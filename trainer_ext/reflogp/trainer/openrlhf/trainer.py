@@ -31,7 +31,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
             the first batch are compared with the stored values before the first step.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
             tolerance depends on the dtypes of policy and reference, and on the type of model (reflogp.trainer.tolerances).
-        on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
+        on_finding: "fail" stops the run if the stored values are wrong or an unexpected forward pass runs; "warn" only logs a
+            warning.
 
     Raises:
         MissingLogpsError, UnusableLogpsError: see `CachedReference`; raised before training begins.
@@ -104,8 +105,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """Run DPOTrainer's method, and check how many forward passes it runs. On the first batch, compare
-        the policy's log-probs with the stored values first, unless the `step_zero` check is skipped."""
+        """Call DPOTrainer's method, and check how many forward passes it runs. Before the first call, compare the policy's
+        log-probs of the batch with the stored values, unless the `step_zero` check is skipped."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("comparing the first batch with the stored values", lambda: self._differences(*batch))

@@ -1,4 +1,4 @@
-"""Run ms-swift's DPO or KTO training with the same settings but without a reference model.
+"""Run the DPO or KTO training of `swift rlhf`, with the settings of that command but without a reference model.
 
     swift rlhf --rlhf_type dpo …                                           becomes
     python -m reflogp.trainer.swift.rlhf --reflogp.store ./logps --rlhf_type dpo …

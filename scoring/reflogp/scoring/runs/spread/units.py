@@ -198,8 +198,8 @@ class VisionCache:
                     self._loaded[found.tokens.settings] = found
             if settings not in self._loaded:
                 raise UsageError(
-                    "the run's image processor is not on this worker's machine: put it in the model's folder, or in the "
-                    "same folder on every machine"
+                    "the run's image processor is not on this worker's machine: put its files in the model's folder, "
+                    "or in a folder that has the same path on every machine"
                 )
             return self._loaded[settings]
 
@@ -336,8 +336,8 @@ class _Asked:
 
     Attributes:
         problems: index of a sequence -> reason why it has no values.
-        snapshot: number of a snapshot that contains all of the unit's values that are in the store so far; None if nothing has
-            been committed yet and the unit is not a retry.
+        snapshot: number of a snapshot that contains every value of the unit committed so far; None if nothing has been
+            committed yet and the unit is scored for the first time.
         left: number of sequences that have neither values in the store nor a problem yet.
     """
 
