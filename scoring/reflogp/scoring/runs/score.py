@@ -64,7 +64,7 @@ class ScoreSummary:
         scoring_seconds: part of the wall time during which an engine was computing.
         tokens_per_second: tokens divided by scoring_seconds.
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
-            together multiply random matrices; at most 1. Tokens that several sequences share count once, and padding does not
+            together multiply random matrices. Tokens that several sequences share count once, and padding does not
             count (see Operations). None if nothing was computed, or if the rate of an engine's device cannot be measured.
         sharing_gain: number of operations that scoring would take with a separate forward pass for each sequence, divided by
             the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
