@@ -285,7 +285,7 @@ def test_the_layout_of_a_decoder_is_recognized_and_others_are_refused():
         {**both, "chunked_attention": image[None, None]},
         torch.ones(1, 8),
     ):
-        assert "attend to different tokens" in a_layout(attention_mask=masks)[1]
+        assert "attention mask differs from a pack" in a_layout(attention_mask=masks)[1]
     assert "positions" in a_layout(position_ids=torch.arange(8)[None] // 2)[1]
     assert "positions" in a_layout(position_ids=torch.arange(8).expand(3, 1, 8))[1]
     lacking = a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1]

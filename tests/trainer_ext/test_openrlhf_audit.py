@@ -144,7 +144,7 @@ def test_a_model_that_runs_in_the_references_part(run, model, reference_folder):
     watched = run()
     with watched.audit.passes(0, "reference"):
         model(ids)
-    said = "the policy ran 1 instead of 0 forward passes while OpenRLHF obtained the reference's log-probs"
+    said = "forward passes of the policy while OpenRLHF obtained the reference's log-probs: 1; expected: 0"
     with pytest.raises(AuditError, match=said):
         watched.step(1)
 

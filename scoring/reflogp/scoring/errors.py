@@ -1,7 +1,8 @@
 """Define the errors that scoring raises: subclasses of the store's ReflogpError, and PictureError, which engines catch.
 
 ReflogpError (reflogp.store.errors)
-├── DatasetError             a dataset cannot be opened or has columns that match no format
+├── UsageError (reflogp.store.errors)
+│   └── DatasetError         a dataset cannot be opened or has columns that match no format
 ├── TokenizerError           a tokenizer cannot be loaded, or lacks an EOS token or a chat template
 ├── NotScoredError           some rows of a dataset have no stored values, or cannot be used
 ├── OtherEngineError         a store has values from an engine that is not allowed

@@ -209,7 +209,7 @@ class Pool:
             try:
                 reason = await self._live(worker)
             except ReflogpError as error:
-                reason = f"could not start the worker: {error}"
+                reason = f"its process could not be started: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
                 logger.exception("supervision of worker %d failed", worker.number)
                 reason = f"{type(error).__name__}: {error}"

@@ -128,7 +128,7 @@ def moment(when: datetime) -> str:
 
 
 def machine_moment(when: datetime) -> str:
-    """Format a time for HTML's <time datetime>, such as 2026-11-20T21:55:13Z."""
+    """Format a time as HTML's `datetime` attributes need it, for example 2026-11-20T21:55:13Z."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -88,7 +88,7 @@ class JoinRecord:
         rows: number of rows, or None for a stream.
         coverage: fraction of the rows that have values. It is 1.0 after every join, because a row without values raises an
             error.
-        scored: number of rows whose values the service scored during this join.
+        scored: number of rows that the service scored during this join.
         computed: number of rows whose values the trainer's own model computed during this join.
         brought: names of reference columns that were already in the dataset and were verified against the joined values.
     """

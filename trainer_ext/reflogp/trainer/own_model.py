@@ -47,7 +47,7 @@ def no_own_reference(trainer: Any) -> str:
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute a batch's reference log-probs by running TRL's method on the policy, with any adapter turned off.
+    """Compute a batch's reference log-probs with the policy: call TRL's method for this, with any adapter turned off.
 
     Args:
         trainer: a trainer for which `computes_references` returns True.

@@ -141,7 +141,7 @@ class ImageReader:
     ) -> list[tuple[RowImage, ...] | RowError]:
         """Return the images of each row, or an error for a row whose images cannot be used.
 
-        `check` is called many times a second and can cancel the call of `read` by raising an error.
+        `check` is called many times a second and can cancel the call to `read` by raising an error.
         """
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:

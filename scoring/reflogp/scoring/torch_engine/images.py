@@ -308,7 +308,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "some tokens attend to different tokens in the model than in a pack"
+    return False, "the model's attention mask differs from a pack's"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:

@@ -122,8 +122,8 @@ class RunAudit:
             for name, times in self._forwards.others.items()
         ]
         words = (
-            f"the policy ran {self._forwards.policy} instead of {expected} forward passes while OpenRLHF obtained the {who}'s "
-            "log-probs"
+            f"forward passes of the policy while OpenRLHF obtained the {who}'s log-probs: {self._forwards.policy}; "
+            f"expected: {expected}"
         )
         self._note("forwards", problems + [words] * (self._forwards.policy > expected))
         self._report("forwards", [words] * (self._forwards.policy < expected))

@@ -23,7 +23,7 @@ def main() -> None:
     options, others, parser = read_options(_MODULE, sys.argv[1:], model="--ref_model, or else --model")
     if {"-h", "--help"} & set(others):
         parser.print_help()
-        print("\nOther arguments are those of `swift rlhf`.")
+        print("\nAll other arguments are passed to `swift rlhf`.")
         return
     warn_if_untested("ms-swift", "4.6.0")
     give_to_processes(options)
