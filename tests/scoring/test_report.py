@@ -342,7 +342,7 @@ def test_kto_rows_by_label(report, stored, tmp_path):
     means = {at: -0.1 - at / 1000 for at in range(20)}
     good, bad = [*means.values(), means[1]], [-0.1]  # the undesirable ones but the first lie below all of the desirable
     higher = sum((g > b) + 0.5 * (g == b) for g in good for b in bad) + len(good) * 40
-    assert f"in {math.floor(1000 * higher / (21 * 41)) / 10:.1f}% of all combinations" in said
+    assert f"In {math.floor(1000 * higher / (21 * 41)) / 10:.1f}% of all combinations" in said
     assert "margins.png" not in summary["files"] and ">undesirable</span>" in page
 
 

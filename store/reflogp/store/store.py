@@ -29,7 +29,6 @@ from reflogp.store.texts import short_repr
 
 REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
-_DTYPE_OPTIONS = "--dtype, or dtype="
 
 
 class Store:
@@ -136,7 +135,9 @@ class Store:
             hint = ""
             if same:
                 there = " and in ".join(other.dtypes() for other in same)
-                hint = f"; the store has values of the same model in {there} ({_DTYPE_OPTIONS}){_logits_option(same)}"
+                hint = (
+                    f"; the store has values of the same model in {there} (--dtype, or dtype= in Python){_logits_option(same)}"
+                )
             raise ReferenceNotFoundError(
                 f"there are no values of {reference.name} in {reference.dtypes()}: {error}{hint}"
             ) from error
@@ -300,7 +301,7 @@ def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageErro
     """Return the error to raise if a store or service has log-probs of a model that were computed in several dtypes."""
     return UsageError(
         f"{place} has values of {model} in {' and in '.join(reference.dtypes() for reference in held)}: say which one to use "
-        f"({_DTYPE_OPTIONS}){_logits_option(held)}"
+        f"(--dtype, or dtype= in Python){_logits_option(held)}"
     )
 
 
