@@ -48,7 +48,7 @@ from reflogp.service.settings import ServerSettings
 from reflogp.store import StoreUnavailableError, UsageError
 from reflogp.store.hub import HubFile, HubPlace
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
-from reflogp.store.texts import hide_secrets
+from reflogp.store.texts import hide_secrets, shortened
 
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
@@ -393,8 +393,7 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
                 if response.status_code not in _REDIRECTS:
                     await _take_body(response, sink, settings)
                     return
-                uri = _redirected(uri, response.headers.get("location", ""))
-                trusted = _admit(uri, settings)
+                uri, trusted = _redirected(uri, response.headers.get("location", ""), settings)
             finally:
                 await response.aclose()
     raise ValueError(f"the server redirects more than {_MOST_REDIRECTS} times")
@@ -421,14 +420,21 @@ async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[s
     raise ValueError("the host has no address")
 
 
-def _redirected(uri: _Uri, location: str) -> _Uri:
+def _redirected(uri: _Uri, location: str, settings: ServerSettings) -> tuple[_Uri, bool]:
+    """Return the URI that a redirect leads to, and whether its host is trusted.
+
+    Raises ValueError if the redirect does not lead to an HTTP or HTTPS URI that the settings allow.
+    """
     try:
         target = _parse(urljoin(f"{uri.scheme}://{uri.authority}{uri.path}", location))
     except ValueError as error:
         raise ValueError(f"the server redirects to a URI that cannot be fetched: {error}") from error
     if not location or target.scheme not in _PORTS or not target.host:
         raise ValueError("the redirect does not lead to an http or https URI")
-    return target
+    try:
+        return target, _admit(target, settings)
+    except ValueError as error:
+        raise ValueError(f"the server redirects to {shortened(target.authority, 100)!r}, but {error}") from error
 
 
 async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSettings) -> None:
