@@ -45,6 +45,16 @@ def test_every_format_gives_the_same_rows(tmp_path):
         assert set(RowSource(str(tmp_path / name)).schema().names) == set(ROWS[0]), name
 
 
+def test_a_folder_is_read_by_its_files_suffixes(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"n": 1}\n')
+    (tmp_path / "b.ndjson").write_text('{"n": 2}\n')
+    with gzip.open(tmp_path / "c.jsonl.GZ", "wt") as file:
+        file.write('{"n": 3}\n')
+    for name in ("a.jsonl.bak", "README.md", "_SUCCESS", ".d.jsonl", "e.parquet.gz"):
+        (tmp_path / name).write_text("no row")
+    assert [row.columns["n"] for row in RowSource(str(tmp_path))] == [1, 2, 3]
+
+
 def test_a_broken_line_is_named_and_the_others_are_kept(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n{broken\n\n[1]\n" + json.dumps(ROWS[1]) + "\n")

@@ -176,19 +176,27 @@ def test_a_root_may_be_a_link_and_there_may_be_several(place):
     assert refused(f"{place}/root/out.jsonl", settings).status == 403  # a link from one root to another leads out too
 
 
-@pytest.mark.parametrize(
-    "name, make",
-    [
-        ("a link out", lambda path, place: path.symlink_to(place / "outside" / "secret.jsonl")),
-        ("a link to nothing outside", lambda path, place: path.symlink_to(place / "outside" / "none")),
-        ("a folder out", lambda path, place: path.symlink_to("/etc")),
-        ("a pipe", lambda path, place: os.mkfifo(path)),
-    ],
-)
-@pytest.mark.parametrize("where", ["bad.jsonl", ".bad", "er/bad.txt"])
+BAD_ENTRIES = [
+    ("a link out", lambda path, place: path.symlink_to(place / "outside" / "secret.jsonl")),
+    ("a link to nothing outside", lambda path, place: path.symlink_to(place / "outside" / "none")),
+    ("a folder out", lambda path, place: path.symlink_to("/etc")),
+    ("a pipe", lambda path, place: os.mkfifo(path)),
+]
+
+
+@pytest.mark.parametrize("name, make", BAD_ENTRIES)
+@pytest.mark.parametrize("where", ["bad.jsonl", "er/bad.txt"])
 def test_a_folder_that_holds_something_bad_is_refused(place, name, make, where):
     make(place / "root" / "deep" / where, place)
     assert refused(f"{place}/root/deep", settings_of(place, "root")).status in (403, 422)
+
+
+@pytest.mark.parametrize("name, make", [*BAD_ENTRIES, ("a lock", lambda path, place: path.symlink_to("me@host.1234:56"))])
+@pytest.mark.parametrize("where", [".bad.jsonl", "er/.bad"])
+def test_a_hidden_entry_is_skipped_unopened(place, name, make, where):
+    before = resolve_path(f"{place}/root/deep", settings_of(place, "root"))
+    make(place / "root" / "deep" / where, place)
+    assert resolve_path(f"{place}/root/deep", settings_of(place, "root")) == before
 
 
 def test_a_folder_of_too_many_files_is_refused(place, monkeypatch):

@@ -35,6 +35,8 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.errors import DatasetError
 
+#: Suffixes of compressed text files, with Arrow's names for the compression methods.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 #: Maximum number of rows that are decoded at once.
 BATCH_ROWS = 1024
 _CHUNK = 1 << 20
@@ -95,7 +97,7 @@ class Meter:
 @contextmanager
 def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
     """Open a text file, decompress it according to its suffix, and count the bytes that are read."""
-    with pa.input_stream(str(file), compression="detect") as stream:
+    with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
         yield io.BufferedReader(_Counted(stream, meter), _CHUNK)
 
 

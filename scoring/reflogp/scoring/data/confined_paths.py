@@ -312,22 +312,22 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
             if entries > most_entries:
                 text = f"the folder and its subfolders have more than {most_entries:,} entries in total"
                 raise PathError("unusable", text, "use fewer, larger files")
-            entry = _entry(root, inside, name)
-            if entry is None:
+            if name.startswith("."):  # dataset readers skip hidden entries too
                 continue
+            entry = _entry(root, inside, name)
             if entry.is_folder():
                 os.close(entry.descriptor)
-                if entry.path not in seen and not name.startswith("."):
+                if entry.path not in seen:
                     seen.add(entry.path)
                     pending.append((entry.path, f"{prefix}{name}/"))
-            elif not name.startswith(".") and dataset_suffix(name) is not None:
+            elif dataset_suffix(name) is not None:
                 yield f"{prefix}{name}", _open_file(entry)
             else:
                 os.close(entry.descriptor)
 
 
-def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
-    """Open an entry of a folder. Return None for a hidden file or a hidden folder, because dataset readers skip both."""
+def _entry(root: Path, folder: Sequence[str], name: str) -> Found:
+    """Open an entry of a folder."""
     at = _walk(root, folder, ())
     try:
         mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode
@@ -335,8 +335,6 @@ def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
         raise _missing() from error
     finally:
         os.close(at.descriptor)
-    if name.startswith(".") and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        return None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
         raise PathError("unusable", "the folder contains an entry that is neither a file nor a folder", "remove that entry")
     return _walk(root, folder, (name,))

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.bounds import (
     BATCH_ROWS,
+    COMPRESSIONS,
     Meter,
     ReadBounds,
     RecordLines,
@@ -52,7 +53,6 @@ _SUFFIXES: dict[str, FileFormat] = {
 }
 #: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …".
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three can be compressed, such as .jsonl.gz or .csv.zst)"
-_COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows exceed this many bytes in total.
 _BATCH_BYTES = 256 << 20
@@ -125,7 +125,7 @@ class RowSource:
             self.format, self.files = _folder_format(path)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
-        elif bounds or path.exists() or data.startswith((".", "/", "~")) or Path(data).suffix in {*_SUFFIXES, *_COMPRESSED}:
+        elif bounds or path.exists() or data.startswith((".", "/", "~")) or Path(data).suffix in {*_SUFFIXES, *COMPRESSIONS}:
             raise DatasetError(f"dataset {data!r}: no such file")
         else:
             self.format = "hub"
@@ -309,7 +309,7 @@ def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
 def dataset_suffix(name: str) -> str | None:
     """Return the lower-case suffix of a file name (`.jsonl`, `.csv.gz`, …), or None for an unsupported suffix."""
     path = PurePosixPath(name)
-    packed = path.suffix.lower() if path.suffix.lower() in _COMPRESSED else ""
+    packed = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     suffix = PurePosixPath(path.stem).suffix.lower() if packed else path.suffix.lower()
     found = _SUFFIXES.get(suffix)
     return suffix + packed if found in _TEXT or (found and not packed) else None
@@ -326,21 +326,20 @@ def _as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
 
 
 def _file_format(path: Path) -> FileFormat:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
-    found = _SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
-    if found is None:
+    suffix = dataset_suffix(path.name)
+    if suffix is None:
         raise DatasetError(
             f"{path}: unknown file type; the name must end in one of {', '.join(_SUFFIXES)} (the first four can be compressed, "
             "such as .jsonl.gz)"
         )
-    return found
+    return _SUFFIXES[PurePosixPath(f"x{suffix}").suffixes[0]]
 
 
 def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()
     files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
-    data = [p for p in files if any(suffix in _SUFFIXES for suffix in p.suffixes)]
+    data = [p for p in files if dataset_suffix(p.name) is not None]
     formats = {_file_format(p) for p in data}
     if len(formats) != 1:
         raise DatasetError(f"{folder} contains {'no data files' if not formats else 'files in several formats'}")
