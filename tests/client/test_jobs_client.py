@@ -305,6 +305,13 @@ def test_the_same_file_and_settings_are_one_job_and_one_upload(client, tmp_path,
     assert client.submit(file, "sft", max_length=100).id not in ids
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".ndjson.zst"])
+def test_a_file_with_the_longest_name_is_uploaded(client, tmp_path, suffix):
+    file = tmp_path / f"{'x' * (255 - len(suffix))}{suffix}"
+    file.write_text("{}\n")
+    assert client.upload(file).name.endswith(f"xx{suffix}")
+
+
 def test_another_file_of_the_same_name_does_not_replace_it(client, tmp_path, pair_rows):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

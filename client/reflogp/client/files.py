@@ -14,7 +14,7 @@ from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
 #: Number of characters of the digest at the start of an upload's name, and maximum length of a name that a service accepts.
-_DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
+_DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 
 #: A callback that receives (bytes done, total bytes).
 Progress = Callable[[int, int], None]
