@@ -36,7 +36,7 @@ class JoinSummary:
     """The result of a join. `rows` is the sum of `written`, `missing`, `bad_rows` and `dropped_rows`.
 
     Attributes:
-        rows: number of rows that were read.
+        rows: number of rows that were read. A pair that is read as two KTO rows counts as two, or as one if it is a bad row.
         written: number of rows in the output; each has reference log-probs.
         missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
@@ -185,11 +185,11 @@ def joined_windows(
     for window in dataset:
         if watcher and not summary.rows:
             watcher.begin(dataset.count())
-        summary.rows = window.last_row + 1
+        summary.rows += len(window.table) + len(window.problems)
         for row, problem in window.problems.items():
             _bad(summary, watcher, row, problem)
         if watcher:
-            watcher.advance(len(window.table) + len(window.problems), 0)
+            watcher.advance(len({*window.table["row"].to_pylist(), *window.problems}), 0)
         if not len(window.table):
             continue
         join = join_logps(window.table, snapshot, **asdict(settings))
