@@ -211,7 +211,17 @@ def test_the_client_names_what_is_not_allowed(guarded):
     with Client(guarded, token="guess") as client, pytest.raises(NotAllowedError, match="bearer token") as caught:
         client.references()
     assert caught.value.status == 401
+    for header, detail in {"Basic Z3Vlc3M6": "does not contain a bearer token", "bearer guess": "token is unknown"}.items():
+        answer = httpx.get(f"{guarded}/v1/references", headers={"authorization": header})
+        assert answer.status_code == 401 and answer.json()["detail"].endswith(detail)
     assert httpx.get(f"{guarded}/healthz").status_code == 200
+
+
+def test_a_body_that_is_not_json_is_named(guarded):
+    headers = {"authorization": f"Bearer {TOKENS['scorer']}", "content-type": "application/json"}
+    answer = httpx.post(f"{guarded}/v1/jobs", content=b'{"path": }', headers=headers)
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "body: Invalid JSON: expected value at line 1 column 10"
 
 
 def bomb() -> bytes:

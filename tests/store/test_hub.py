@@ -197,6 +197,7 @@ def test_a_damaged_repository_is_named_and_can_be_replaced(run, server, store, t
         ({**whole, "data/part-00001.parquet": b"PAR1 nothing PAR1"}, "data/part-00001.parquet"),
         ({name: data for name, data in whole.items() if name != "data/part-00001.parquet"}, "data/part-00001.parquet"),
         ({**whole, "contents.json": b"{"}, "contents.json"),
+        ({**whole, "contents.json": b"{}"}, "it has no list of files"),
         ({**whole, "contents.json": b"{", "data/part-00099.parquet": whole["data/part-00001.parquet"]}, "contents.json"),
     ):
         server.repositories[NAME].commit(files)

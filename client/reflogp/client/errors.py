@@ -121,5 +121,6 @@ class JobFailedError(ServiceError):
     """A job failed or was cancelled. `job` is the last known state of the job."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'failed: {job.error}'}")
+        reason = f": {job.error}" if job.error else ""
+        super().__init__(f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'failed{reason}'}")
         self.job = job

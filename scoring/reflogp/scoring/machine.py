@@ -99,12 +99,18 @@ def gpus_in_a_child() -> int:
     """
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0
-    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise _not_counted(f"no answer within {_ASK_SECONDS:g} seconds") from None
     counted = asked.stdout.split()
     if asked.returncode or not counted or not counted[-1].isdigit():
-        said = (asked.stderr.strip().splitlines() or ["no error message"])[-1]
-        raise UsageError(f"this machine's GPUs could not be counted ({said}); name the devices, such as cuda:0,cuda:1 or cpu")
+        raise _not_counted((asked.stderr.strip().splitlines() or ["no error message"])[-1])
     return int(counted[-1])
+
+
+def _not_counted(reason: str) -> UsageError:
+    return UsageError(f"this machine's GPUs could not be counted ({reason}); name the devices, such as cuda:0,cuda:1 or cpu")
 
 
 def _visible(group: Sequence[str], count: int) -> str:

@@ -130,7 +130,12 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
         else:
             known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
-            detail = "no bearer token was sent" if header is None else "the bearer token is unknown"
+            if header is None:
+                detail = "no bearer token was sent"
+            elif kind.lower() != "bearer":
+                detail = "the Authorization header does not contain a bearer token"
+            else:
+                detail = "the bearer token is unknown"
             raise Problem(
                 401, detail, "send the header Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'}
             )

@@ -159,7 +159,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
         return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"]) or "body"
         raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route accepts") from error
 
 

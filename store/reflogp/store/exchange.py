@@ -67,6 +67,8 @@ class Contents:
             if file.stat().st_size > _MOST_CONTENTS_BYTES:
                 raise ValueError("the file is too large")
             found = json.loads(file.read_text(encoding="utf-8"))
+            if "files" not in found:
+                raise ValueError("it has no list of files")
             contents = cls(**{**found, "files": dict(found["files"])})
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
                 raise ValueError("the value of 'rows' or 'reference_id' has the wrong type")

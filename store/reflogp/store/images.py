@@ -76,13 +76,13 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
         if name in columns and _is_present(columns[name]):
             return f"column {name}"
     for name in MESSAGE_COLUMNS:
-        for found in _media_types(columns.get(name)):
+        for found in media_types(columns.get(name)):
             return f"a content part of type {found[:40]} in {name}"
     return None
 
 
-def _media_types(messages: Any) -> Iterator[str]:
-    """Yield the types of the content parts that are not text."""
+def media_types(messages: Any) -> Iterator[str]:
+    """Yield the type of each content part that is not text, from a list of chat messages or from any other value."""
     if not isinstance(messages, list | tuple):
         return
     for message in messages:

@@ -16,7 +16,7 @@ from typing import Any
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.store import UsageError
-from reflogp.store.images import ImageTokens, Kind, media_of
+from reflogp.store.images import ImageTokens, Kind, media_types
 from reflogp.store.texts import counted, first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -111,9 +111,9 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
             f"the messages have {counted(len(parts), 'placeholder')} for {counted(images, 'image')}; the prompt needs one for "
             "each image, and completions must have none"
         )
-    other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
-    if other is not None:
-        raise RowError(f"the row contains {other}, but only text and images can be scored")
+    others = [{"content": [part for part in _parts(message) if part not in parts]} for message in found]
+    for other in media_types(others):
+        raise RowError(f"the row contains a content part of type {other[:40]}, but only text and images can be scored")
     return found
 
 
