@@ -5,6 +5,7 @@ Undamaged rows can still be read, writes are refused until a repair.
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -168,6 +169,50 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
     expected = [{-1} if i == version and where == "cut" else {10} for i in (1, 2, 3)]
     assert [lengths(repaired, keys) for keys, _ in commits] == expected
     assert repaired.append(some_rows(0, 3000, values=10)[1]).written == 1000 * expected.count({-1})
+
+
+def places(value, path=()):
+    """Yield the path and the type of every value inside a JSON document."""
+    yield path, type(value)
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, name))
+
+
+def changed(value, path, other):
+    """A copy of a JSON document with another value at a path."""
+    if not path:
+        return other
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(value[path[0]], path[1:], other)
+    return copy
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_value_of_another_type_anywhere_in_a_log_entry_is_mended(three_shards, version):
+    table, commits = three_shards
+    file = entry(table, version)
+    text = file.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    changes = [
+        (number, path, other)
+        for number, line in enumerate(lines)
+        for path, kind in places(line)
+        if path[-1:] != ("reflogp.format",) and path[1:] != ("reflogp", "added", 0, 3)  # a newer store, an altered shard
+        for other in (None, 5, "x", [], [[1]], {}, {"x": 1})
+        if type(other) is not kind
+    ]
+    for number, path, other in random.Random(version).sample(changes, 20):
+        altered = [changed(line, path, other) if at == number else line for at, line in enumerate(lines)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in altered))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StoreDamageWarning)
+            damaged = reopened(table)
+            served = [lengths(damaged, keys) for keys, _ in commits]
+            assert [found == {10} for at, found in enumerate(served, 1) if at != version] == [True] * (3 - bool(version))
+            repaired = repair(damaged, verify(damaged))
+        assert not verify(repaired), (path, other)
+        assert [lengths(repaired, keys) for keys, _ in commits] == [{10}] * 3, (path, other)
+        file.write_text(text)
 
 
 def test_a_path_that_changed_in_the_log_is_noticed_and_put_right(three_shards):

@@ -28,6 +28,28 @@ _POINTER = "_last_checkpoint"
 #: The problem that is reported for a log entry that does not exist.
 GONE = "the entry is missing"
 _ENTRY = re.compile(r"(\d{20})\.json")
+#: Types of the fields of actions, by action. delta-rs refuses a whole log if a field has another type.
+_REQUIRED: dict[str, dict[str, type]] = {
+    "protocol": {"minReaderVersion": int, "minWriterVersion": int},
+    "metaData": {"id": str, "format": dict, "schemaString": str, "partitionColumns": list, "configuration": dict},
+    "add": {"path": str, "partitionValues": dict, "size": int, "modificationTime": int, "dataChange": bool, "stats": str},
+    "remove": {"path": str, "dataChange": bool},
+    "commitInfo": {},
+}
+_OPTIONAL: dict[str, dict[str, type]] = {
+    "protocol": {"readerFeatures": list, "writerFeatures": list},
+    "metaData": {"name": str, "description": str, "createdTime": int},
+    "add": {"tags": dict, "baseRowId": int, "defaultRowCommitVersion": int, "clusteringProvider": str},
+    "remove": {"deletionTimestamp": int, "extendedFileMetadata": bool, "partitionValues": dict, "size": int, "tags": dict},
+    "commitInfo": {
+        "timestamp": int,
+        "operation": str,
+        "operationParameters": dict,
+        "engineInfo": str,
+        "clientVersion": str,
+        _FIELD: dict,
+    },
+}
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 
 
@@ -140,6 +162,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
     for line in data.splitlines():
         try:
             parsed = json.loads(line)
+            _check_types(parsed)
             entry.lines.append(parsed)
             if "add" in parsed:
                 action = parsed["add"]
@@ -148,15 +171,40 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
                 entry.removed.append(parsed["remove"]["path"])
             elif "commitInfo" in parsed:
                 said = parsed["commitInfo"].get(_FIELD, {})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             entry.problem = f"a line cannot be read ({error})"
     if said is None:
         entry.problem = entry.problem or "the entry has no commitInfo"
     elif said:
-        _compare(entry, [Written(*fields) for fields in said.get("added", [])], said.get("removed", []))
+        try:
+            _compare(entry, [Written(*fields) for fields in said.get("added", [])], said.get("removed", []))
+        except (TypeError, AttributeError) as error:
+            entry.problem = f"its commitInfo cannot be read ({error})"
     if version == 0 and not _has_metadata(entry):
         entry.problem = entry.problem or "the protocol, schema or format number is missing or wrong"
     return entry
+
+
+def _check_types(line: Any) -> None:
+    """Raise KeyError or TypeError if a line of an entry is not an object, or if a field of its actions has a wrong type."""
+    if not isinstance(line, dict):
+        raise TypeError("it is not a JSON object")
+    for action, required in _REQUIRED.items():
+        if action in line:
+            found = line[action]
+            given = {name: kind for name, kind in _OPTIONAL[action].items() if found.get(name) is not None}
+            for name, kind in (required | given).items():
+                if type(found[name]) is not kind:
+                    raise TypeError(f"the value of {name!r} in {action!r} is not of type {kind.__name__}")
+            if action == "metaData" and not (
+                isinstance(found["format"].get("provider"), str)
+                and isinstance(found["format"].get("options", {}), dict)
+                and not found["partitionColumns"]
+                and all(isinstance(value, str) for value in found["configuration"].values())
+            ):
+                raise TypeError("the format, partition columns or configuration of the table is wrong")
+            if action == "add" and found["partitionValues"]:
+                raise TypeError("a shard has partition values")
 
 
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
