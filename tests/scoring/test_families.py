@@ -83,6 +83,28 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
         assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
 
 
+def test_dynamic_rotary_embeddings_of_a_long_sequence_do_not_stay(tmp_path):
+    """A sequence as long as the original context, at which transformers itself does not reset the embeddings, has its own."""
+    original = 32
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    config = build("Llama").config
+    config.rope_parameters, config.max_position_embeddings = rope, original
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    random = np.random.default_rng(0)
+    sequences = [
+        Sequence(random.integers(1, VOCAB, length - 8).tolist(), random.integers(1, VOCAB, 8).tolist())
+        for length in (48, original, 20, 64, original + 1, original - 1, original, 40)
+    ]
+    engine = TorchEngine(str(tmp_path), "float32")
+    together = engine.score(sequences)
+    in_turn = [engine.score([sequence])[0] for sequence in sequences]
+    for sequence, *found in zip(sequences, together, in_turn, strict=True):
+        fresh = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+        expected = plain_token_logps(fresh, sequence.prompt_ids, sequence.completion_ids)
+        assert max(np.abs(values - expected).max() for values in found) <= 1e-4, len(sequence)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of_a_padded_batch_are_what_the_model_makes_of_them(name, tmp_path):

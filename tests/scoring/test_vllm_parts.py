@@ -255,6 +255,13 @@ def test_rotary_embeddings_that_vllm_fixes_once(reference_folder, tmp_path, rope
         return
     options = vllm_options(str(folder), reference, 2, False, {"max_num_seqs": 8}).options
     assert options["max_model_len"] == outcome
+    for length in (outcome + 1, -1, "1k"):
+        if outcome > 0:
+            with pytest.raises(UsageError, match=f"at most {outcome}"):
+                vllm_options(str(folder), reference, 2, False, {"max_model_len": length})
+        elif length != "1k":
+            assert vllm_options(str(folder), reference, 2, False, {"max_model_len": length}).options["max_model_len"] == length
+    assert vllm_options(str(folder), reference, 2, False, {"max_model_len": 64}).options["max_model_len"] == 64
     assert options["hf_overrides"] == {"head_dtype": "float32"}
     assert (options["tensor_parallel_size"], options["max_num_seqs"]) == (2, 8)
 

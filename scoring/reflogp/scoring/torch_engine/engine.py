@@ -434,8 +434,6 @@ class TorchEngine:
     def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
         """Start a pass; return None if memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
-        if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
-            forget_longest_pass(model, limit)
         try:
             began = Mark(self.device)
             with on_device(self.device), self._loaded.computing():
@@ -459,6 +457,9 @@ class TorchEngine:
                 raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these errors for images
             raise EngineError(f"the forward pass failed: {first_line(error)}") from error
+        finally:
+            if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
+                forget_longest_pass(model, limit)
         self._features.clear()
         # Empty the cache only here: inside the handler, the error's traceback still refers to the tensors of the failed pass.
         if self.device.type == "cuda":

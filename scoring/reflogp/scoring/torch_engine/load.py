@@ -199,7 +199,7 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
         device=device,
         dtype=dtype,
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        max_positions=getattr(text_config, "max_position_embeddings", None),
+        max_positions=_max_positions(text_config),
         rope_limit=_rope_limit(text_config),
         autocast=autocast,
     )
@@ -254,13 +254,32 @@ def _take_out_of_files(model: Any) -> None:
 
 
 def forget_longest_pass(model: Any, limit: int) -> None:
-    """Reset "dynamic" rotary embeddings to length `limit`, so that the next pass computes them for its own length.
+    """Reset "dynamic" rotary embeddings to those of sequences of at most `limit` tokens.
 
-    Without this reset, every later pass longer than `limit` would use the embeddings of the longest pass so far.
+    Without this reset, the next pass would use the embeddings of the longest pass so far, unless its longest sequence has less
+    than `limit` tokens or more than that pass. Embeddings that were not extended, such as those of "longrope", stay unchanged.
+    See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-            setattr(module, name, limit)
+            if getattr(module, name) > limit:
+                prefix = name.removesuffix("max_seq_len_cached")
+                frequencies = getattr(module, f"{prefix}inv_freq")
+                original = getattr(module, f"{prefix}original_inv_freq").to(frequencies.device, copy=True)
+                module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+                setattr(module, name, limit)
+
+
+def _max_positions(config: Any) -> int | None:
+    """Return the maximum length of a sequence according to a config; None if the config sets no limit.
+
+    With "dynamic" rotary embeddings, `max_position_embeddings` is the length above which they are scaled, by at most `factor`.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions is not None and rope.get("rope_type") == "dynamic":
+        return int(positions * float(rope.get("factor", 1.0)))
+    return positions
 
 
 def _rope_limit(config: Any) -> int | None:

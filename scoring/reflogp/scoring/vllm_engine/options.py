@@ -122,6 +122,14 @@ def vllm_options(
     check_options(chosen)
     checkpoint = read_checkpoint(Path(model))
     config = checkpoint.config.get("text_config", checkpoint.config)
+    rope = _rope_options(config)
+    longest = rope.get("max_model_len")
+    asked = chosen.get("max_model_len", longest)
+    if longest is not None and not (isinstance(asked, int) and 0 < asked <= longest):
+        raise UsageError(
+            f"with vLLM option max_model_len={asked}, vLLM would compute other rotary embeddings than "
+            f"transformers for short sequences: set it to at most {longest}, or use --engine torch"
+        )
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
@@ -131,7 +139,7 @@ def vllm_options(
         "tensor_parallel_size": tensor_parallel,
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
-        **_rope_options(config),
+        **rope,
     }
     if reference.lm_head_dtype != reference.dtype:
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
