@@ -89,6 +89,12 @@ def test_what_is_missing_is_named(adapter, tmp_path):
     (lost / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such/base"}))
     with pytest.raises(UsageError, match="/no/such/base"):
         describe_reference(str(lost))
+    (lost / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
+    with pytest.raises(UsageError, match="which is an adapter itself"):
+        describe_reference(str(lost))
+    (lost / "adapter_config.json").write_text(json.dumps([config]))
+    with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
+        describe_reference(str(lost))
 
 
 @pytest.mark.parametrize(

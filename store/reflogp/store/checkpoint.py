@@ -186,7 +186,7 @@ def _read_adapter(folder: Path) -> Checkpoint:
     try:
         config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = str(config["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or has no base_model_name_or_path") from error
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
@@ -197,6 +197,11 @@ def _read_adapter(folder: Path) -> Checkpoint:
         model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
     except UsageError as error:
         raise UsageError(f"{folder} is an adapter whose base model {base!r} cannot be used: {error}") from error
+    if model.adapter is not None:
+        raise UsageError(
+            f"{folder} is an adapter for {base!r}, which is an adapter itself: merge that adapter into its base model (peft: "
+            "merge_and_unload)"
+        )
     return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
 
 
@@ -205,7 +210,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     if index.is_file():
         try:
             names = _named_in(index.read_bytes())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} cannot be read: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -226,7 +231,8 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 def _named_in(index: bytes) -> list[str]:
     """Return the sorted names of the weight files that a model.safetensors.index.json lists.
 
-    The argument `index` is the content of that file. Raises ValueError, KeyError or AttributeError if `index` is invalid.
+    The argument `index` is the content of that file. Raises ValueError, KeyError, TypeError or AttributeError if `index` is
+    invalid.
     """
     return sorted(set(json.loads(index)["weight_map"].values()))
 
