@@ -511,10 +511,13 @@ def _words(check: str, problems: list[str]) -> str:
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
     """Attach an audit to a trainer and return the audit. If `audit` is False, attach nothing and return None.
 
-    If `audit` is None or True, the audit is a new `ReferenceAudit` with `step_zero_tolerance` and otherwise default settings.
+    If `audit` is None or True, the audit is a new `ReferenceAudit` with default settings. An audit without a tolerance of its
+    own uses `step_zero_tolerance`.
     """
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):
-        audit = ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
+        audit = ReferenceAudit()
+    if audit._tolerance is None:
+        audit._tolerance = step_zero_tolerance
     return audit.attach(trainer)
