@@ -94,7 +94,7 @@ def command_to_score(model: str, reference: Reference, data: str, store: str, se
 def needs_remote_code(model: str) -> bool:
     """Return True if transformers needs code from the checkpoint to load a model or its tokenizer."""
     try:
-        folder = resolve_model(model)
+        folder = resolve_model(model, weights=False)
         if not (folder / "config.json").is_file():
             folder = read_checkpoint(folder).folder
     except ReflogpError:  # the checkpoint is not on this machine
