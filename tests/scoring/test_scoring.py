@@ -119,7 +119,7 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
     assert (notes.snapshot, notes.rows) == (summary.snapshot, summary.rows)
     assert "prompt is empty" in notes.notes[5]
     assert notes.total == 14
-    assert notes.done == summary.scored + summary.duplicates == summary.sequences - summary.failed
+    assert notes.done == summary.scored + summary.duplicates + summary.failed == summary.sequences
     assert "empty" in notes.bad[1]
     assert "not a list" in notes.bad[2]
     assert "2048 positions" in notes.bad[3]

@@ -349,6 +349,7 @@ class _Run:
         if len(self._failed) < _FAILED_KEYS:
             self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
         self._forget(miss)
+        self._advance(1, 0)
         for row in miss.rows:
             self._bad_row(row, problem)
 

@@ -53,7 +53,7 @@ class WriteBack:
         self._changed = threading.Condition()
         self._tokens = 0  # tokens whose values are waiting or being committed
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()
 
     def put(
@@ -88,8 +88,7 @@ class WriteBack:
             with self._changed:
                 while not self._waiting and not self._closing:
                     self._changed.wait()
-                if not self._closing and all(len(scored) < _SEQUENCES for _, scored in self._waiting.values()):
-                    self._changed.wait(_SECONDS)
+                self._changed.wait_for(self._is_due, _SECONDS)
                 waiting, self._waiting = self._waiting, {}
                 if self._closing and not waiting:
                     return
@@ -98,9 +97,14 @@ class WriteBack:
                     self._commit(reference_id, provenance, scored)
                 except ReflogpError as error:
                     logger.warning("could not store %s: %s", counted(len(scored), "scored sequence"), error)
+                except Exception:  # the thread must go on, because later values may be stored without an error
+                    logger.exception("could not store %s", counted(len(scored), "scored sequence"))
                 finally:
                     with self._changed:
                         self._tokens -= sum(len(sequence) for sequence, _ in scored)
+
+    def _is_due(self) -> bool:
+        return self._closing or any(len(scored) >= _SEQUENCES for _, scored in self._waiting.values())
 
     def _commit(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
