@@ -85,6 +85,7 @@ def test_a_server_that_is_waited_for_is_said(reflogp, command):
     assert code == 1
     said = " ".join(err.split())
     assert (
-        f"warning: {url} is not responding (ConnectError" in said and "waiting up to 10 s for the server (--patience)" in said
+        f"warning: {url} is unreachable or busy (ConnectError" in said
+        and "waiting up to 10 s for the server (--patience)" in said
     )
     assert "run the same command again when the server is back" in said

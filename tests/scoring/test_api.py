@@ -127,7 +127,8 @@ def test_rows_without_values_are_an_error_or_left_out(kind, rows, model, tmp_pat
     seen = read(join(model, dataset, tmp_path / "store", dtype="float32", on_miss="drop"))
     assert [row["ref_row"] for row in seen] == [0, 1, 2, *range(4, 10)]
     with pytest.raises(
-        NotScoredError, match=r"snapshot \d+ has no values for 3 rows \(row numbers: 9, 10, 11\).*reflogp score .* --store"
+        NotScoredError,
+        match=r"snapshot \d+ has no values for 3 rows \(row numbers, starting at 0: 9, 10, 11\).*reflogp score .* --store",
     ):
         read(join(model, kinds(rows, tmp_path)[kind][0], tmp_path / "store", dtype="float32"))
 

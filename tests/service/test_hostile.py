@@ -139,7 +139,7 @@ def test_uris_that_lead_elsewhere(ask, uri):
     if answer.status_code == 201:  # a name whose address is found out when it is fetched
         while (found := ask("GET", f"/v1/jobs/{answer.json()['id']}").json())["state"] not in ("failed", "done"):
             time.sleep(0.05)
-        assert found["state"] == "failed" and "the dataset:" in found["error"]
+        assert found["state"] == "failed" and "the dataset cannot be used:" in found["error"]
     else:
         assert answer.status_code in (403, 404, 422), answer.text
     assert "password" not in answer.text.replace(uri, "")

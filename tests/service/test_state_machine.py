@@ -90,7 +90,7 @@ REASONS = {
     "deaths": r"worker",
 }
 #: What no reason begins with: the name of an exception that nobody foresaw.
-UNFORESEEN = re.compile(r"^(the dataset: )?[A-Za-z_.]*(Error|Exception|Interrupt|StopIteration)\b|Traceback")
+UNFORESEEN = re.compile(r"^(the dataset cannot be used: )?[A-Za-z_.]*(Error|Exception|Interrupt|StopIteration)\b|Traceback")
 
 references = st.sampled_from("ab")
 versions = st.integers(0, WEIGHTS - 1)

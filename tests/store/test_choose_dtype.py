@@ -76,7 +76,9 @@ def test_a_missing_table_names_the_dtypes_that_the_store_has(model, store, refer
         store.table_of(asked)
     assert "same model" not in str(refused.value)
     store.create_table(describe_reference(model, "float16"))
-    with pytest.raises(ReferenceNotFoundError, match=r"the same model in float16 \(--dtype, or dtype= in Python\)$"):
+    with pytest.raises(
+        ReferenceNotFoundError, match=r"the same model in float16 \(to use them, set --dtype, or dtype= in Python\)$"
+    ):
         store.table_of(asked)
     store.create_table(describe_reference(model, "bfloat16", lm_head_dtype="float32"))
     with pytest.raises(ReferenceNotFoundError, match=r"bfloat16 with logits in float32 .* add --lm-head-dtype float32"):

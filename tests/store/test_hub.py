@@ -150,7 +150,7 @@ def test_rows_of_others_are_not_lost(rows, run, server, store, tmp_path):
     others.create_table(REFERENCE).append(some_rows(ROWS, rows)[1])
     code, said = run("push", others.uri, PLACE)
     assert code == 2
-    assert re.search(rf"has {ROWS:,} sequences that snapshot \d+ of the store lacks", said)
+    assert re.search(rf"has values of {ROWS:,} sequences that snapshot \d+ of the store lacks", said)
     pulled = re.search(r"`reflogp store (pull \S+ \S+)`", said)
     assert pulled is not None
     assert run(*pulled[1].split())[0] == 0

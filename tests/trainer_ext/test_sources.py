@@ -61,7 +61,7 @@ def test_a_service_that_misses_says_what_scores_it(service, cached_trainer, pair
 
 
 def test_a_service_without_the_reference_names_what_it_has(service, cached_trainer):
-    with pytest.raises(Exception, match="has no reference other; it has sft"):
+    with pytest.raises(Exception, match="has no reference other; its references: sft"):
         cached_trainer({"reference": ReferenceSource(service.url, reference="other")})
 
 

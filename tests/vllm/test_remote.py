@@ -78,7 +78,7 @@ def test_what_is_not_there_is_said(server, model):
         connect(server, model, served_model="mistral")
     with pytest.raises(UsageError, match="--url"):
         EngineChoice("remote", url="localhost:8000").make(model, describe_reference(model, "float32"))
-    with pytest.raises(EngineError, match="has not answered for"):
+    with pytest.raises(EngineError, match="has been unreachable or busy for"):
         EngineChoice("remote", url=f"http://127.0.0.1:{free_port()}", patience_seconds=1).make(
             model, describe_reference(model, "float32")
         )

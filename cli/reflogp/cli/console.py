@@ -32,10 +32,11 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import ReflogpError
 from reflogp.store.texts import counted, visible
 
+#: Exit codes for success, failure, incorrect usage, and a dataset in which some rows have no values or cannot be used.
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of rows that are printed with their problem; further rows are only counted.
+#: Maximum number of skipped rows, and of rows with notes, that are printed. Further rows are only counted.
 _PRINTED_ROWS = 10
 #: Seconds between progress lines when stderr is not a terminal.
 _LINE_SECONDS = 30.0
@@ -144,7 +145,7 @@ class Bar(ProgressCallbacks):
         return f"{task.description}: {task.completed:,.0f}{total}{tokens}, {timedelta(seconds=round(task.elapsed or 0))}"
 
     def report(self) -> None:
-        self._bad.print("skipped (all other rows were processed)")
+        self._bad.print("skipped (other rows are not affected)")
         self._notes.print("kept, with a note")
 
 

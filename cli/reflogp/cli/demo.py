@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data twice, train on the stored values and plot them, all without a network.
 
-The demo follows the steps of a real training run with reflogp, in their order.
+The demo follows the steps of a real training run with reflogp, in the same order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def demo(
 def shipped_data() -> Path:
     """Return the path of the example pairs.
 
-    In an installed wheel, the pairs are in reflogp/cli/examples_data. In a checkout, they are in examples/data."""
+    In an installed wheel, the pairs are in reflogp/cli/examples_data. In a checkout, they are in examples/data.
+
+    Raises UsageError if the file is in neither folder.
+    """
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():
@@ -188,7 +191,9 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 class _models_that_run:
     """A context manager that records which language models run a forward pass in the `with` block.
 
-    To do so, it registers a forward pre-hook for all modules."""
+    To do so, it registers a forward pre-hook for all modules. The `with` statement returns a set, to which the `id()` of each
+    such model is added.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

@@ -51,7 +51,7 @@ def build_model(
 
     Args:
         folder: folder for config.json, model.safetensors and the tokenizer's files.
-        conversations: conversations to train the tokenizer and the model on.
+        conversations: conversations to train the tokenizer and the model on, each a list of messages with role and content.
         steps: number of training steps with next-token prediction; 0 leaves the weights random.
         batch: number of conversations per step.
         seed: random seed for the weights and batches.

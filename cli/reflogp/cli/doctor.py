@@ -22,11 +22,11 @@ from reflogp.cli.console import EXIT_FAILED, out, print_json
 from reflogp.store import ReflogpError, Store, StoreDamageWarning, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.texts import visible
 
-#: Extras that users can install, and what each one is for.
+#: Extras that this command checks, and what each one is for. `_vllm` checks the extra `vllm`.
 _EXTRAS = {
     "service": "score, serve, join",
     "trainer": "train with TRL",
-    "ray": "score --ray, executor ray",
+    "ray": 'score --ray, serve with executor = "ray"',
     "openrlhf": "train with OpenRLHF",
 }
 _COLORS = {"ok": "green", "note": "yellow", "broken": "red"}
@@ -37,7 +37,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        what: the part of the installation that was checked.
+        what: name of what was checked, such as "trainer" (an extra), "cuda:0", "model" or "store".
         state: "broken" if the user has to fix a problem; "note" for a limitation that may not matter to the user, such as an
             extra that is not installed; otherwise "ok".
         said: description of the result.
@@ -61,13 +61,16 @@ def doctor(
         str | None, typer.Option(help="Also check whether this store is readable and writable.", metavar="URI")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also check whether this service responds and accepts the token.")] = None,
-    token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check the installation, and say how to fix problems or install what is missing.
 
-    This command does not load a model. With --store, it writes a small file for each reference in the store and deletes it
-    again; it changes nothing else. The exit code is 1 if something is broken.
+    This command does not load a model. If --model is a hub id, the model is downloaded unless it is in the hub's cache. With
+    --store, this command writes a small file for each reference in the store and deletes it again. It changes nothing else. The
+    exit code is 1 if something is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -83,7 +86,7 @@ def doctor(
             out.print(Text.assemble((finding.state, _COLORS[finding.state]), visible(f" {finding.what}: {finding.said}")))
             if finding.help:
                 out.print(f"       {finding.help}", style="cyan")
-        out.print("nothing is broken" if not broken else f"{len(broken)} to fix", style="bold")
+        out.print("nothing is broken" if not broken else f"problems to fix: {len(broken)}", style="bold")
     if broken:
         raise typer.Exit(EXIT_FAILED)
 
@@ -130,7 +133,7 @@ def _vllm() -> Finding:
             "set REFLOGP_VLLM_PYTHON to the Python interpreter of an environment with vLLM and reflogp",
         )
     if named or find_spec("vllm") is not None:
-        return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
+        return Finding("vllm", "ok", f"score --engine vllm uses {named or sys.executable}")
     if os.access(made := ".venv-vllm/bin/python", os.X_OK):
         return Finding(
             "vllm",
@@ -184,7 +187,7 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding(
             "model",
             "note",
-            f"the weights do not fit on any single device (the one with the most free memory has {room / 2**30:.0f} GiB free)",
+            f"the weights do not fit on one device (the device with the most free memory has {room / 2**30:.0f} GiB free)",
             "reflogp score --engine vllm --tensor-parallel N",
         )
 
@@ -213,7 +216,7 @@ def _store(uri: str) -> Iterator[Finding]:
         for reference in references:
             opened.table(reference.reference_id).check_writable()
     except StoreNotFoundError as error:
-        yield Finding("store", "note", f"{error}; `reflogp score` creates one")
+        yield Finding("store", "note", f"{error}")
         return
     except ReflogpError as error:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")

@@ -25,7 +25,13 @@ StrictEngine = Annotated[
         "--strict-engine", help="Fail if an engine other than --engine computed any of the store's values for this dataset."
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="Device to score on: `auto`, `cpu`, `cuda`, `cuda:1`, … Default: `auto`.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to score on: `auto`, `cpu`, `cuda`, `cuda:1`, … Default: `auto`. With --engine remote: device on which "
+        "some of the server's values are checked."
+    ),
+]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -37,7 +43,8 @@ Devices = Annotated[
 TokenBudget = Annotated[
     str | None,
     typer.Option(
-        help="Maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based on free memory).",
+        help="With --engine torch: maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based "
+        "on free memory).",
         metavar="N|auto",
     ),
 ]
@@ -110,9 +117,16 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the engine called `name` with the given options. Options with the value None were not given and are ignored.
+    """Return the choice of the engine called `name` with the given options.
 
-    Raises UsageError if an option cannot be parsed, or belongs to a different engine.
+    Args:
+        name: the engine's name.
+        trust_remote_code: whether to run modeling code that comes with the checkpoint.
+        check_claim: whether to compare some values of a remote engine with values computed from the local weights.
+        of_torch, of_vllm, of_remote: the options of each engine, by parameter name. None means that an option was not given.
+
+    Raises:
+        UsageError: an option cannot be parsed or belongs to a different engine, or the engine is remote and no url was given.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 

@@ -26,7 +26,7 @@ Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
 
 #: Options that each stack requires. Options that belong to another stack are rejected.
 _NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
-#: Maximum number of rows without values that the summary lists, as in `reflogp join`.
+#: Maximum number of rows without values that the output of --json lists, as in `reflogp join`.
 _LISTED_ROWS = 100
 
 
@@ -39,7 +39,7 @@ def export(
             "--output",
             "-o",
             help="Output path. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH; megatron-bridge: the folder "
-            "for dataset.ref_artifact; fairseq2: a .jsonl file.",
+            "that dataset.ref_artifact in its config names; fairseq2: a .jsonl file.",
         ),
     ],
     cache_hash: Annotated[
@@ -69,9 +69,10 @@ def export(
 ) -> None:
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
-    Each value belongs to an exact sequence of tokens, but these stacks look values up by row number. Therefore, tokenize the
-    pairs with the stack itself, and write a dataset of these token ids (prompt_ids, chosen_ids, rejected_ids), with its rows in
-    the order of the stack's training dataset. Then score and join this dataset. Every row needs values. If some rows have no
+    Each value belongs to an exact sequence of tokens, but these stacks do not check whether a row's values were computed for
+    its tokens. Therefore, tokenize the pairs with the stack itself, and write a dataset of these token ids (prompt_ids,
+    chosen_ids, rejected_ids), with its rows in the order of the stack's training dataset. For fairseq2, the dataset also needs
+    the columns src, tgt_chosen and tgt_rejected. Then score and join this dataset. Every row needs values. If some rows have no
     values, this command lists these rows, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm

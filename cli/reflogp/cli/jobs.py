@@ -125,7 +125,9 @@ def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = F
 def result(
     url: Url,
     job: JobId,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Parquet file to write. Its name must end in .parquet.", metavar="FILE")
+    ],
     token: Token = None,
 ) -> None:
     """Save a completed job's result: each row's reference log-probs and sequence keys, or the reason why the row has no values.
@@ -142,12 +144,14 @@ def save_result(client: Client, job: str, output: Path) -> None:
 
 
 def watched(client: Client, job: str) -> Job:
-    """Follow a job until it ends, with a progress bar on stderr.
+    """Follow a job until it ends, with a progress bar on stderr, and return the ended job.
 
     Each change of state is printed too. If stderr is not a terminal, a line with the progress is printed every 30 seconds
     instead of the bar.
 
     The service calculates the tokens per second and the remaining time, because the job may have started before this process.
+
+    Raises WatchInterruptedError on Ctrl-C. The job then continues on the service.
     """
     columns = (
         SpinnerColumn(),
@@ -197,7 +201,7 @@ def command(name: str, url: str, job: str) -> str:
 
 
 def print_outcome(job: Job) -> None:
-    """Print how a finished job ended, in up to three lines."""
+    """Print how a job ended, in up to three lines. For a job that has not ended, print its state."""
     for line in _outcome(job):
         out.print(line)
 

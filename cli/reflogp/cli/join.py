@@ -18,18 +18,24 @@ from reflogp.store.texts import counted
 @takes_score_arguments
 def join(
     arguments: ScoreArguments,
-    output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write. Its name must end in .parquet.")],
     ld_alpha: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion. Default: all tokens have the "
+            "same weight.",
+        ),
     ] = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a dataset's rows as Parquet, with the added columns ref_chosen_logps and ref_rejected_logps (KTO: ref_logps).
 
-    This command does not load the model: it uses the tokenizer in the model's folder and the values in the store. Rows without
-    values are reported and skipped, and the exit code is then 3.
+    This command does not load the model. It reads the values from the store, and tokenizes the dataset with the tokenizer in
+    the model's folder or, if given, with --tokenizer. Rows without values are reported and skipped, and the exit code is then
+    3.
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
@@ -45,7 +51,10 @@ def join(
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         skipped = counted(summary.missing, "row")
-        err.print(f"skipped {skipped} without values in snapshot {summary.snapshot} (row numbers: {named})", style="yellow")
+        err.print(
+            f"skipped {skipped} without values in snapshot {summary.snapshot} (row numbers, starting at 0: {named})",
+            style="yellow",
+        )
         err.print(f"score them: {arguments.command()}", markup=False)
     if as_json:
         print_json(summary.as_dict())

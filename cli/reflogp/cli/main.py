@@ -1,4 +1,7 @@
-"""Assemble the subcommands, and turn each error into a one-sentence message and an exit code."""
+"""Define the `reflogp` command: register the subcommands, and convert errors into messages and exit codes.
+
+Unexpected exceptions are raised with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from reflogp.scoring.machine import growing_segments
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.texts import LineFormatter, visible
 
-#: HTTP statuses that mean bad usage: the request is malformed, or names something that does not exist.
+#: HTTP statuses that mean bad usage: the request is malformed or too large, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
 _INTERRUPTED = "interrupted; committed values are kept; run the same command again to continue"
 
@@ -125,7 +128,7 @@ def _run() -> tuple[int, str | None]:
 
 def main() -> None:
     """Run the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
-    os.environ.update(growing_segments(os.environ))  # must be set before a subcommand imports torch
+    os.environ.update(growing_segments(os.environ))  # for torch's allocator; must be set before a subcommand imports torch
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
         logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may also contain untrusted data

@@ -15,13 +15,18 @@ from reflogp.store.windows import TrainerSettings
 
 _Own = ParamSpec("_Own")
 
-Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors files, or a hub id.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Reference model: a folder with config.json and safetensors files, the folder of a PEFT adapter, or a hub id."
+    ),
+]
 Data = Annotated[
     str,
     typer.Argument(
-        help="Dataset: a JSON Lines, JSON or CSV file (may be .gz), a Parquet or Arrow file, a folder of such files, a folder "
-        "written by datasets.save_to_disk, the name of a dataset on the Hub, or one file on the Hub: "
-        "hf://datasets/ORGANISATION/NAME/FILE."
+        help="Dataset: a JSON Lines, JSON or CSV file (can be compressed, such as .jsonl.gz), a Parquet or Arrow file, a "
+        "folder of files in one of these formats, a folder written by datasets.save_to_disk, the name of a dataset on the Hub, "
+        "or one file on the Hub: hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
 Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]
@@ -30,17 +35,19 @@ _DTYPES = (
     "bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (as with a "
     "trainer's bf16=True or fp16=True); or checkpoint for the dtype in config.json"
 )
-Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. Part of the reference id.")]
+Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. The dtype is part of the reference id.")]
 StoreDtype = Annotated[
     str,
     typer.Option(
-        help=f"Compute dtype: {_DTYPES}. Part of the reference id. auto: the dtype of the model's values in the store; if "
-        "there are none, bfloat16, or float32 without a GPU."
+        help=f"Compute dtype: {_DTYPES}. The dtype is part of the reference id. auto: the dtype of the model's values in the "
+        "store. If there are none, `reflogp score` uses bfloat16, or float32 without a GPU, and the other commands fail."
     ),
 ]
 LmHeadDtype = Annotated[
     str | None,
-    typer.Option(help="Dtype of the logits: float32, or the model's compute dtype (the default). Part of the reference id."),
+    typer.Option(
+        help="Dtype of the logits: float32, or the model's compute dtype (the default). The dtype is part of the reference id."
+    ),
 ]
 MaxLength = Annotated[
     int | None,
@@ -83,7 +90,8 @@ ChatTemplate = Annotated[
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run modeling code that comes with the checkpoint. Off by default.")
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the model or the tokenizer. Off by default."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
 

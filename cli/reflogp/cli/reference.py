@@ -19,11 +19,11 @@ def reference(
     lm_head_dtype: options.LmHeadDtype = None,
     revision: options.Revision = None,
 ) -> None:
-    """Print how a store identifies a reference model: its id, and the content and numerics that determine the id, as JSON.
+    """Print a reference model's id, and the digests, config and dtypes from which the id is computed, as JSON.
 
-    This command hashes the weights, but does not load the model. If a vLLM server's weights are not on the machine on which you
-    run `reflogp score --engine remote`, run this command on a machine that has them, save its output, and pass that file to
-    `reflogp score` with --claim. The values are then stored under the correct id.
+    This command hashes the weights, but does not load the model. If you run `reflogp score --engine remote` on
+    a machine that does not have the vLLM server's weights, run this command on a machine that has the weights, save the output
+    to a file, and pass the file to `reflogp score` with --claim. The values are then stored under the correct id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """

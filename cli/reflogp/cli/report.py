@@ -22,7 +22,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="Folder to write to: a new folder, or the folder of an earlier report, to replace that report.",
+            help="Folder to write to: a new or empty folder, or the folder of an earlier report, which is then replaced.",
         ),
     ],
     snapshot: options.SnapshotNumber = None,
@@ -31,10 +31,11 @@ def report(
     """Write an HTML report, with PNG charts, on whether a scored dataset and its reference are suitable for training.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
-    are colored by log-prob. The page also shows, for several values of max_length, the percentage of rows that would be cut or
-    dropped and the percentage of completion tokens that would be lost, and lists rows without values. This command does not
-    load the model: it uses the tokenizer in the model's folder and the values in the store. The exit code is 3 if some rows
-    have no values.
+    are colored by log-prob. For several values of max_length, the page shows the percentage of rows that would be cut or
+    dropped, and the percentage of completion tokens that would be lost. The page also lists rows without values (at most 100).
+
+    This command does not load the model. It reads the values from the store, and tokenizes the dataset with the tokenizer in
+    the model's folder or, if given, with --tokenizer. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

@@ -24,9 +24,9 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command.
+    """The `score` command, whose option --ray can be given without an address.
 
-    The option --ray may be given without an address: the next argument is taken as its value only if it looks like an address.
+    The argument after --ray is used as the address only if it has the form of an address.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -48,8 +48,9 @@ def score(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Score on a Ray cluster, with one worker per GPU, or on CPUs if the cluster has no GPU. ADDRESS: auto, "
-            "HOST:PORT or ray://HOST:PORT; default: $RAY_ADDRESS, or a cluster on this machine.",
+            help="Score on a Ray cluster: one worker per GPU, or per N GPUs with --tensor-parallel N; one worker per CPU if "
+            "the cluster has no GPU. ADDRESS: auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS. If that is not set, "
+            "Ray is started on this machine.",
             metavar="[ADDRESS]",
         ),
     ] = None,
@@ -72,9 +73,9 @@ def score(
 ) -> None:
     """Score a dataset's sequences with a reference model and store the log-probs.
 
-    Only sequences that are not in the store yet are scored: a second run scores nothing, an interrupted run continues where it
-    stopped, and rows with the same sequence share its values. Rows that cannot be used are reported and skipped, and the exit
-    code is then 3.
+    Only sequences that are not in the store yet are scored, and a sequence that occurs in several rows is scored once. If a run
+    is interrupted, the same command continues where the run stopped. Rows that cannot be used are reported and skipped, and the
+    exit code is then 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 

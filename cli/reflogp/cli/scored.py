@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_rows(arguments: ScoreArguments) -> RowSource:
-    """Open the dataset. Raises UsageError if the dataset cannot be opened or its format is unknown."""
+    """Open the dataset. Raises UsageError if the dataset cannot be opened, or if --format names an unknown format."""
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.shape import FORMATS
 
@@ -27,7 +27,13 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the dataset as token ids. If no tokenizer was chosen, use the tokenizer in the model's folder (`folder`)."""
+    """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over.
+
+    Args:
+        rows: the rows to tokenize.
+        folder: the model's folder. Its tokenizer is used unless `arguments` names another tokenizer.
+        arguments: the tokenizer, chat template and format to use.
+    """
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -41,7 +47,7 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Return a dataset and the snapshot that contains its values. The model is not loaded.
+    """Open a dataset, and the snapshot in which its values are looked up. The model is not loaded.
 
     Args:
         arguments: the arguments with which the dataset was scored.
@@ -49,8 +55,8 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values from the model. The
-            message contains the complete command that scores the dataset.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of the model. The message
+            contains the complete command that scores the dataset.
         StoreError: the snapshot cannot be read.
     """
     rows = open_rows(arguments)

@@ -12,7 +12,12 @@ from reflogp.store.storage import PLACES
 
 
 def serve(
-    store: Annotated[str | None, typer.Option("--store", help=f"The store: {PLACES}.", metavar="URI")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store", help=f"Store: {PLACES}. Default: $REFLOGP_STORE, or `store` in the settings file.", metavar="URI"
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A reference model and its name on the service; repeatable.", metavar="NAME=PATH"),
@@ -25,8 +30,8 @@ def serve(
         typer.Option(
             "--devices",
             "--device",
-            help="Devices to use, each with its own worker: all (every GPU, or the CPU if there is no GPU), auto (a single "
-            "device), or a list such as cuda:0,cuda:1; repeatable. Default: all.",
+            help="Devices to use, each with its own worker: all (every GPU, or the CPU if there is no GPU), auto (one "
+            "device, which the engine chooses), or a list such as cuda:0,cuda:1; repeatable. Default: all.",
             metavar="all|NAME,…",
         ),
     ] = None,
@@ -35,10 +40,18 @@ def serve(
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option(help="Folder for jobs and results. Default: a folder in ~/.local/state/reflogp.", metavar="DIR"),
+        typer.Option(
+            help="Folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp.",
+            metavar="DIR",
+        ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", help="TOML file with settings; flags take precedence.", metavar="FILE")
+        str | None,
+        typer.Option(
+            "--config",
+            help="TOML file with settings. Options of this command and environment variables (REFLOGP_…) override the file.",
+            metavar="FILE",
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 chooses a free port. Default: 8311.")] = None,
@@ -75,7 +88,7 @@ def serve(
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Name of the token's user, for logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the token's user, shown in logs and as the submitter of jobs.")],
     scope: Annotated[
         list[str] | None, typer.Option(help="Scope of the token: read, score or admin; repeatable. Default: read, score.")
     ] = None,

@@ -127,7 +127,7 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into larger ones, sort their rows by key, and drop duplicate keys.
+    """Merge shards into larger shards with rows sorted by key, and keep only one row for each key.
 
     Other processes may use the store during the compaction. Scoring automatically merges small shards; this command merges
     shards of all sizes. The replaced shards remain until `reflogp store vacuum` deletes them.
@@ -172,8 +172,8 @@ def vacuum_(
 ) -> None:
     """Delete shards that compaction has replaced, and files of crashed writers, after a retention period.
 
-    The period starts when a shard is replaced or a file is written. Snapshots that need a deleted shard can no longer be read:
-    an attempt fails with an error that explains why.
+    The period starts when a shard is replaced or a file is written. A snapshot that needs a deleted shard can no longer be
+    read: reading the snapshot fails with an error that explains why.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -200,7 +200,7 @@ def export(
 ) -> None:
     """Export one reference's log-probs for sharing, as plain Parquet with a README.
 
-    Load it with `datasets.load_dataset(FOLDER)`.
+    Load the exported folder with `datasets.load_dataset(FOLDER)`.
 
     Example: reflogp store export ./logps ./logps-to-share
     """
@@ -306,10 +306,13 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references in a store or, if `reference` is given, of the reference whose id starts with it.
+    """The tables of all references in a store or, if `reference` is given, of the only reference whose id starts with it.
 
     Attributes:
-        failed: the error messages of the tables for which `each` printed an error and continued, by reference id.
+        references: the references that the tables belong to.
+        failed: reference id -> error message, for each table for which `each` printed an error and continued.
+
+    Raises UsageError if `reference` is given, but is not the beginning of exactly one id.
     """
 
     def __init__(self, store: Store, reference: str | None) -> None:
@@ -327,8 +330,10 @@ class _Tables:
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError unless there is exactly one reference. `holder` is the subject of the error message: what would
-        contain the reference, such as "an export".
+        Args:
+            holder: what the caller wants to write, such as "an export". The error message starts with this text.
+
+        Raises UsageError unless there is exactly one reference.
         """
         if not self.references:
             raise UsageError(f"{holder} must contain exactly one reference, but the store {self._store.uri} has none")

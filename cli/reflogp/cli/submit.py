@@ -53,7 +53,12 @@ def submit(
     ] = "keep_start",
     ld_alpha: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion. Default: all tokens have the "
+            "same weight.",
+        ),
     ] = None,
     split: options.Split = "train",
     dataset_config: Annotated[
@@ -73,7 +78,7 @@ def submit(
         str | None,
         typer.Option(
             help="Key of your choice that identifies the job. A new key creates a new job, even for the same data and "
-            "settings. Without a key, submitting the same data and settings again returns the same job.",
+            "settings. Without a key, the job is identified by its data, reference and settings.",
             metavar="KEY",
         ),
     ] = None,
@@ -82,8 +87,12 @@ def submit(
 ) -> None:
     """Have a service score a dataset with a reference model. The job continues after this command ends.
 
-    Submitting the same data and settings again returns the same job, without uploading the data again. Exit codes: 0 done (or,
-    without --watch or --output, queued or running), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
+    Submitting the same data, reference and settings again returns the same job, even with another title or priority. A file
+    that was already uploaded is not sent again. If the earlier job is done, but the data may have changed (because the dataset
+    is on the Hub or at a URI, or its rows refer to image files), a new job is created.
+
+    Exit codes: 0 the job is done (or, without --watch or --output, queued or running), 1 the job failed or was cancelled, or
+    another error occurred, 2 bad usage, 3 the job is done, but some rows have no values.
 
     Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
     """

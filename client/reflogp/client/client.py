@@ -39,11 +39,13 @@ class Client:
         url: URL of the service, as `reflogp serve` prints it.
         token: bearer token, or None to use $REFLOGP_TOKEN. Not needed if the service has no tokens in its settings
             (it then listens only on loopback).
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds (10 minutes in `score`). Connection
-            attempts time out after at most 5 seconds.
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds (10 minutes in `score`). `events`,
+            `watch` and a `score` with a deadline do not use this timeout. Connection attempts time out after at most 5 seconds.
 
-    Methods raise ServiceError and its subclasses (reflogp.client.errors). If the connection fails or the service is busy,
-    requests that are safe to repeat are retried with increasing pauses.
+    Methods raise UsageError for invalid arguments, and a subclass of ServiceError (see reflogp.client.errors) if a request
+    fails. If the service is busy (status 429 or 503), a request is sent again, with increasing pauses. If the connection fails,
+    a request is sent again only if repeating it is safe. Each request is sent at most 5 times or, in `score` with a deadline,
+    as often as the deadline allows.
 
     Examples:
         >>> from reflogp.client import Client
@@ -116,7 +118,8 @@ class Client:
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
                 and retries with their pauses. On a slow connection, the call can take longer than that. If `deadline` is None,
-                the client waits for each response up to its own `timeout` or, if that is also None, up to 10 minutes.
+                each request has the deadline in the service's setting `deadline_seconds` (by default, 5 minutes). In addition,
+                the client then waits for each response up to its own `timeout` or, if that is also None, up to 10 minutes.
             attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
                 padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding tokens in
                 completions get values too. The values of such sequences are never looked up in the store or written to it.
@@ -127,7 +130,7 @@ class Client:
         Raises:
             SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
-            ServiceBusyError: the queue was full at every attempt.
+            ServiceBusyError: at every attempt, the service's queue was full or no worker could respond.
             UsageError: prompts, completions or attention masks are not lists of integers, or differ in number; or `deadline` is
                 not positive.
         """
@@ -151,7 +154,9 @@ class Client:
             An UploadInfo with the file's name on the service, its size, its sha256 and the time of the upload.
 
         Raises:
-            UsageError: the file does not exist, is a folder, has an unknown suffix, or changes while it is being sent.
+            UsageError: the file does not exist, is a folder, cannot be read, has an unknown suffix, or changes while it is
+                being sent.
+            ServiceFailedError: the file arrived damaged.
         """
         return self._run(jobs.upload_plan(files.local_file(path, name, progress)))
 
@@ -166,16 +171,17 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        If the earlier job failed or was cancelled, it is queued again. If it is done, but the data may have changed (because
-        the dataset is on the Hub or at a URI, or its rows refer to image files), the service creates a new job, unless both
-        submissions have the same `idempotency_key`.
+        The settings `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If
+        it is done, but the data may have changed (because the dataset is on the Hub or at a URI, or its rows refer to image
+        files), the service creates a new job, unless both submissions have the same `idempotency_key`.
 
         Args:
             dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
                 which the service downloads if its settings allow it; or a ServicePath, ServiceUri or Uploaded.
             reference: name or id of the reference.
             split: split of a saved DatasetDict or of a dataset on the Hub.
-            idempotency_key: a key that identifies the job. The service refuses a key that was already used for a different job.
+            idempotency_key: a key that identifies the job, or None to identify the job by its dataset, reference and settings.
+                A new key creates a new job. The service refuses a key that was already used for a different job.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
         Returns:
@@ -183,6 +189,8 @@ class Client:
 
         Raises:
             UsageError: `dataset` is the path of a file that cannot be uploaded (see `upload`).
+            NotAllowedError: the service's settings do not allow the dataset's path or URI.
+            RequestRefusedError: the service does not know the reference, or refuses the key or another argument.
             TypeError: `settings` contains a name that is not a job setting.
         """
         jobs.check_settings(settings)
@@ -209,7 +217,7 @@ class Client:
             state: return only jobs in this state.
             before: return only jobs that are older than the job with this id. To get the next page, pass the `next_before` of
                 the current page.
-            limit: maximum number of jobs on a page.
+            limit: maximum number of jobs on a page, from 1 to 1,000.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
@@ -221,8 +229,11 @@ class Client:
         Args:
             job: id of the job.
 
+        Returns:
+            The job in its current state, which can still be "running".
+
         Raises:
-            RequestRefusedError: the job is done or has failed (status 409).
+            RequestRefusedError: there is no such job (status 404), or the job is done or has failed (409).
         """
         return self._run(jobs.cancel_plan(job))
 
@@ -233,7 +244,7 @@ class Client:
             job: id of the job.
 
         Raises:
-            RequestRefusedError: the job has not failed and was not cancelled (status 409).
+            RequestRefusedError: there is no such job (status 404), or the job has not failed and was not cancelled (409).
         """
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
@@ -243,25 +254,31 @@ class Client:
         Args:
             job: id of the job.
 
+        Returns:
+            A dict with the keys histograms, outliers, bad_rows and dropped_rows.
+
         Raises:
-            RequestRefusedError: the job is not done (status 409).
+            RequestRefusedError: the job does not exist or has no report (status 404), the job is not done (409), or the report
+                is too large (413).
         """
         return jobs.report_of(self._send(jobs.report_call(job)))
 
     def result(self, job: str, output_path: str | Path) -> Path:
         """Save a completed job's values as a Parquet file.
 
-        The file has one row per row of the dataset, and appears only when it is complete.
+        The file has one row per row of the dataset, in the same order. An existing file is replaced only when the new file is
+        complete.
 
         Args:
             job: id of the job.
-            output_path: file to write.
+            output_path: file to write. Its name must end in .parquet, and its folder must exist.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
-            RequestRefusedError: the job is not done (status 409).
+            RequestRefusedError: the job does not exist (status 404), is not done (409), or has no result because no row of its
+                dataset could be read (404).
             UsageError: the file cannot be written.
         """
         output = files.check_output(output_path)
@@ -272,8 +289,8 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        The client keeps waiting if the connection is lost or the service restarts. Raises the same errors as `watch`, except
-        JobFailedError.
+        If several changes follow each other quickly, only the last state is yielded. The client keeps waiting if the connection
+        is lost or the service restarts. Raises the same errors as `watch`, except JobFailedError.
 
         Args:
             job: id of the job.
@@ -317,7 +334,8 @@ class Client:
             check: whether to raise JobFailedError if the job fails or is cancelled.
 
         Raises:
-            DeadlineExceededError: the job was not finished within the timeout; it continues on the service.
+            RequestRefusedError: there is no such job (status 404).
+            DeadlineExceededError: the job was not finished within the timeout. The job continues on the service.
             ServiceUnreachableError: the service responded to none of the first 5 attempts, did not respond for 10 minutes, or
                 was not responding when the timeout expired.
             JobFailedError: with `check`, the job failed or was cancelled.

@@ -1,16 +1,18 @@
-"""Errors that the client raises; all are subclasses of the store's ReflogpError.
+"""The exception classes of the client and of exports. All are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── RowsWithoutValuesError    an export needs a value for every row, but some rows have none
 └── ServiceError              a service could not do what was requested
-    ├── ServiceUnreachableError   no connection, or no response in time
-    ├── DeadlineExceededError     not completed within the caller's deadline or timeout
-    ├── ServiceBusyError          429 or 503, after the retries
+    ├── ServiceUnreachableError   no connection, a lost connection, or no response in time
+    ├── DeadlineExceededError     504, or the caller's deadline or timeout has passed
+    ├── ServiceBusyError          429 or 503 at every attempt
     ├── NotAllowedError           401 or 403
     ├── RequestRefusedError       any other 4xx, for example for an invalid request or an unknown job
-    ├── ServiceFailedError        any other 5xx, or a response that cannot be read
+    ├── ServiceFailedError        any other 5xx, an unreadable response, or an upload that arrived damaged
     ├── SequencesRefusedError     some sequences could not be scored; contains the values of the others
     └── JobFailedError            a job failed or was cancelled
+
+For an invalid argument, the client raises the store's UsageError.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class RowsWithoutValuesError(ReflogpError):
     """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: dict from the number of each row without values to the reason ("" if unknown), in ascending order of numbers.
+        reasons: dict from row number (starting at 0) to reason ("" if unknown) for each row without values, in ascending order.
         rows: number of rows in the dataset.
     """
 
@@ -61,7 +63,7 @@ class ServiceError(ReflogpError):
     """A service could not do what was requested.
 
     Attributes:
-        status: HTTP status, or None if there was no response.
+        status: HTTP status of the service's error response, or None if there was no such response.
         next_step: what the service tells the user to do next, or "".
     """
 
@@ -72,22 +74,30 @@ class ServiceError(ReflogpError):
 
 
 class ServiceUnreachableError(ServiceError):
-    """There was no connection to the service, or no response in time."""
+    """The connection to the service failed or was lost, or there was no response in time."""
 
 
 class DeadlineExceededError(ServiceError):
-    """The caller's `deadline` or `timeout` passed before the request was completed.
+    """The deadline or timeout passed before the request or the job was completed.
 
-    `status` is 504 if the service reported this, otherwise None.
+    This is the caller's `deadline` or `timeout` or, for `score` without a deadline, the service's setting `deadline_seconds`.
+    `status` is 504 if the service reported the error, otherwise None.
     """
 
 
 class ServiceBusyError(ServiceError):
-    """The service is too busy to answer, even after the retries (status 429 or 503)."""
+    """At every attempt, the service was too busy or temporarily unable to process the request (status 429 or 503).
+
+    For example, its queue was full, no worker was running, or the store could not be used.
+    """
 
 
 class NotAllowedError(ServiceError):
-    """The token is missing or invalid, or does not have the required scope (status 401 or 403)."""
+    """The token is missing or invalid (status 401), or the service does not allow the request (403).
+
+    With status 403, for example, the token does not have the required scope, or the service's settings do not allow a dataset's
+    path or URI.
+    """
 
 
 class RequestRefusedError(ServiceError):
@@ -98,7 +108,7 @@ class RequestRefusedError(ServiceError):
 
 
 class ServiceFailedError(ServiceError):
-    """The service failed (any 5xx status except 503 and 504), or its response cannot be read."""
+    """The service failed (any 5xx status except 503 and 504), its response cannot be read, or an upload arrived damaged."""
 
 
 class SequencesRefusedError(ServiceError):

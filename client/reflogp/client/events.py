@@ -20,12 +20,13 @@ from reflogp.client.models import Job
 
 #: Number of seconds without a byte after which a connection counts as lost. The service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Number of seconds without a byte from the service after which a watch ends, even before its timeout. This is long enough for
+#: Number of seconds without a byte from the service after which a watch fails, even before its timeout. This is long enough for
 #: the service to restart.
 _AWAY = 600.0
 #: Minimum number of seconds before a stream is reopened.
 _LEAST_PAUSE = 0.5
-#: Number of seconds added to the timeout of a read, so that a read never times out before the watch does.
+#: Number of seconds added to the watch's remaining time in the timeout of a read, so that a read that waits that long does not
+#: end before the watch's timeout.
 _SLACK = 0.05
 
 
@@ -80,8 +81,9 @@ class Following:
     def call(self) -> protocol.Call:
         """Return the request that opens or reopens the stream.
 
-        After the timeout, raises DeadlineExceededError if a state of the job was received and no attempt has failed since then.
-        Otherwise, raises the error of the last failed attempt, or ServiceUnreachableError if no attempt has failed.
+        After the timeout, raises an error instead. The error is DeadlineExceededError if a state of the job was received and no
+        attempt has failed since then. Otherwise, it is the error of the last failed attempt, or ServiceUnreachableError if no
+        attempt has failed.
         """
         self._check_time()
         self._parser = EventParser()
@@ -91,7 +93,8 @@ class Following:
     def take(self, chunk: bytes) -> list[Job]:
         """Return the states of the job in a chunk of the stream, without any state that equals the previous one.
 
-        Raises ServiceFailedError if an event cannot be read. After the timeout, raises an error as `call` does.
+        Raises ServiceFailedError if an event cannot be read. After the timeout, raises the same errors as `call`, unless the
+        job has ended.
         """
         self._heard_at = time.monotonic()
         changes = []
@@ -115,9 +118,10 @@ class Following:
     def pause(self, cause: protocol.Outcome) -> float:
         """Return the number of seconds to wait before the stream is reopened.
 
-        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises an error
-        if the service refused the request, if none of the first TRIES attempts received a state of the job, or if a state was
-        received but nothing has arrived for _AWAY seconds. After the timeout, raises an error as `call` does.
+        `cause` is the error response or the exception that ended the attempt, or None if the service closed the stream
+        normally. Raises the error for an error response, except for a busy response (429 or 503) and, once a state of the job
+        was received, any other 5xx. Also raises an error if none of the first TRIES attempts received a state, or if a state
+        was received but nothing has arrived for _AWAY seconds. After the timeout, raises the same errors as `call`.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

@@ -13,7 +13,7 @@ from typing import IO
 from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
-#: Number of characters of the digest at the start of an upload's name, and maximum length of a name that a service accepts.
+#: Number of characters of the digest at the start of an upload's default name, and maximum length of a default name.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 
 #: A callback that receives (bytes done, total bytes).
@@ -26,7 +26,7 @@ _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|ar
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to upload, with the size and digest that it had when it was read.
+    """A file to upload, with the size and digest that it had when `local_file` read it.
 
     Attributes:
         name: name under which a service will keep the file.
@@ -42,7 +42,7 @@ class LocalFile:
     progress: Progress | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes in chunks. Raises UsageError if the file's size is no longer `size`."""
+        """Yield the file's bytes in chunks. Raises UsageError if the file cannot be read or its size is no longer `size`."""
         sent = 0
         try:
             with self.path.open("rb") as file:
@@ -61,7 +61,7 @@ class LocalFile:
     async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the file's bytes in chunks, and read each chunk outside the event loop's thread.
 
-        Raises UsageError if the file's size is no longer `size`.
+        Raises UsageError if the file cannot be read or its size is no longer `size`.
         """
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
@@ -76,7 +76,8 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
             the file's own name, so that different files with the same name do not replace each other.
 
     Raises:
-        UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset file.
+        UsageError: the file does not exist, is a folder or cannot be read, or its name on the service does not have the suffix
+            of a dataset file.
     """
     found = Path(path).expanduser()
     if found.is_dir():

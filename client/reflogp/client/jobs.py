@@ -16,7 +16,7 @@ from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefuse
 from reflogp.client.files import LocalFile, is_dataset_name
 from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
-#: "ORGANISATION/NAME" of a dataset on the Hub. Paths that begin with a dot, such as ./data, are folders on this machine.
+#: Pattern of "ORGANISATION/NAME", a dataset on the Hub. It does not match paths that begin with a dot, such as ./data.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _TIMES = ("created_at", "started_at", "finished_at")
 
@@ -93,8 +93,8 @@ def check_settings(settings: JobSettings) -> None:
 def on_hub(dataset: str | Path) -> ServiceUri | None:
     """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME"; otherwise, None.
 
-    Also returns None if a file or folder with that name exists on this machine, because it takes precedence, as in `reflogp
-    score`.
+    Also returns None if NAME ends in the suffix of a dataset file, or if a file or folder with that name exists on this
+    machine. Local files and folders take precedence, as in `reflogp score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None
@@ -147,7 +147,8 @@ def cancel_plan(job: str) -> protocol.Plan[Job]:
 def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
     """Upload the file unless the service already has it, and return the file's UploadInfo.
 
-    The upload is safe to repeat: the same content is stored under the same name.
+    The upload is safe to repeat: the same content is stored under the same name. Raises ServiceFailedError if the file arrived
+    damaged.
     """
     path = f"/v1/uploads/{quote(file.name, safe='')}"
     try:

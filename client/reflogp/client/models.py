@@ -36,12 +36,12 @@ class ServicePath:
 
 @dataclass(frozen=True)
 class ServiceUri:
-    """A dataset that the service downloads from https://, s3:// or hf://datasets/…, if the service's settings allow it.
+    """A dataset that the service downloads from a URI, if the service's settings allow this URI.
 
     Attributes:
-        uri: the URI of the dataset, including its query string if it has one. For a dataset on the Hugging Face Hub, use
-            hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or hf://datasets/ORGANISATION/NAME/FILE
-            for one file. Both forms can have @REVISION after NAME.
+        uri: URI with the scheme https, http, s3, gs, az or hf, including the query string if there is one. For a dataset on the
+            Hugging Face Hub, use hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or
+            hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
 
     Examples:
@@ -82,10 +82,10 @@ class JobSettings(TypedDict, total=False):
         format: format of the dataset, or None to detect it from the columns.
         max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: which end of a sequence to keep if it exceeds max_length; "keep_start" by default.
-        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; applied to the sums in the
-            job's result.
-        priority: from -100 to 100, 0 by default; jobs with a higher priority run first.
-        title: a human-readable label.
+        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, from 0 to 1, or None to give
+            all tokens the same weight. Applied to the sums in the job's result.
+        priority: from -100 to 100, 0 by default. Jobs with a higher priority run first, and interrupt jobs with a lower one.
+        title: title of the job on the service's pages.
 
     Examples:
         >>> from reflogp.client import Client, JobSettings
@@ -110,7 +110,7 @@ class UploadInfo:
     Attributes:
         name: name of the file on the service.
         bytes: size of the file in bytes.
-        sha256: digest of the content, 64 hex digits.
+        sha256: SHA-256 digest of the file, 64 hex digits.
         uploaded_at: time of the upload, with a time zone.
 
     Examples:
@@ -183,22 +183,28 @@ class JobProgress:
 class Job:
     """The state of a job at one point in time.
 
+    If the job was first submitted with another token, and the client's token has neither the scope "read" nor "admin", the
+    service hides details: note, error and summary are None, and submitted_by and throughput are empty. In this case, `submit`
+    returns the job with the settings and dataset of its own call. `cancel` and `retry` return the job with an empty dataset, an
+    empty title and priority 0.
+
     Attributes:
-        id: 16 hex digits.
+        id: id of the job, 16 hex digits.
         state: "queued", "running", "done", "failed" or "cancelled".
         reference_id: id of the reference with which the dataset is scored, 32 hex digits.
         settings: the job's reference, format, max_length, truncation_mode, ld_alpha, priority and title.
-        dataset: a dict with the dataset's split, its config, and one of upload, path and uri (without the query). Empty if the
-            job was submitted with a token other than the client's, unless the client's token has the scope "read" or "admin".
+        dataset: a dict with the keys upload, path, uri, split and config. Exactly one of upload, path and uri is not None; the
+            uri has no credentials and no query.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
-        note: why the latest attempt did not complete the job, or what a queued job is waiting for.
-        error: why the job failed.
+        note: why the job was last interrupted, even if a later attempt has completed it, or what a queued job is waiting for;
+            None otherwise.
+        error: why the job failed, or None if it has not failed.
         summary: a dict that includes the fields that `reflogp score --json` prints, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
         finished_at: time when the job was completed, failed or was cancelled, or None if it has not ended.
         attempts: number of times that a worker has started the job.
-        submitted_by: name of the token with which the job was submitted; empty if `dataset` is empty.
+        submitted_by: name of the token with which the job was first submitted.
         throughput: list of pairs (seconds since the latest attempt began, tokens per second).
 
     Examples:

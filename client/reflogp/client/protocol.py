@@ -68,12 +68,12 @@ ANY_LOSS = (*DROPPED, httpx.TimeoutException)
 
 @dataclass(frozen=True)
 class ReferenceInfo:
-    """A reference model that a service knows.
+    """A reference model that is named in a service's settings, or has values in the service's store.
 
     Attributes:
         name: name of the reference on the service, or None if the service only has stored values for it.
-        reference_id: 32 hex digits.
-        model: name of the model's folder, or its hub id.
+        reference_id: id of the reference, 32 hex digits.
+        model: name of the model's folder, or the model's hub id.
         dtype: dtype in which the model computes.
         lm_head_dtype: dtype of the model's logits.
         snapshot: number of the latest snapshot, or None if nothing is stored.
@@ -140,7 +140,8 @@ class Call:
         content: body of the request; a file is streamed.
         again: types of connection errors after which the request is sent again. Every request is also sent again after a busy
             response (429 or 503).
-        wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
+        wait: seconds to wait for the next bytes of the response, or None for the client's own timeout. Not used if `until` is
+            set.
         until: deadline for all attempts, as a value of time.monotonic(), or None for no deadline. Each attempt tells the
             service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
@@ -159,10 +160,12 @@ class Call:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-#: A generator of calls, each of which can depend on earlier responses. A plan yields a call, receives the response (or a
-#: ServiceError), and returns the final result. Each plan is written once, and both clients can run it.
+#: A generator that yields one call at a time and returns the final result. The client that runs the plan sends each call and
+#: passes the response back. If the call fails, the client raises the ServiceError at the plan's `yield`. A plan contains no
+#: code that sends requests, so Client and AsyncClient can run the same plan.
 Plan: TypeAlias = Generator[Call, httpx.Response, T]
-#: The outcome of one attempt: a response, a lost connection, or the end of a stream (None).
+#: The outcome of one attempt: a response with any status, a connection error or timeout, or None if the service closed an event
+#: stream before the job had ended.
 Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
 
 

@@ -22,7 +22,8 @@ from reflogp.store.texts import counted, short_repr
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
 
-#: Seconds to wait for the values if no deadline is given. The service may have to load a reference model during this time.
+#: Seconds to wait for a response if neither a deadline nor a timeout of the client is given. The service may have to load a
+#: reference model during this time.
 _PATIENCE = 600.0
 #: Maximum number of sequences and of tokens in one request: half of a service's default limits. If a service with lower limits
 #: responds with 413, smaller requests are sent.
@@ -33,12 +34,15 @@ _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 class Scores:
     """The log-probs of n sequences.
 
+    If the sequences were sent in several requests, the times are the sums of the times of these requests.
+
     Attributes:
         token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
         reference_id: id of the reference model that computed the values.
         hits: number of sequences whose values came from the store.
-        engine_seconds: time that the service spent on computation, in seconds.
-        queue_seconds: time spent waiting in the service's queue, in seconds.
+        engine_seconds: seconds from the start of the computation to its last value; 0 if all values came from the store. If the
+            service computed other requests together with this one, the time can include work on them.
+        queue_seconds: seconds that the request waited before its computation started, including the time to load the model.
 
     Examples:
         >>> from reflogp.client import Client
@@ -97,7 +101,13 @@ def scoring(
 ) -> protocol.Plan[Scores]:
     """Score the sequences in `table`, with as many requests as the service's limits require.
 
-    Raises SequencesRefusedError if some sequences could not be scored, but only after all sequences have been sent.
+    Args:
+        deadline: maximum number of seconds for all requests together, or None for no deadline.
+        patience: if `deadline` is None, maximum number of seconds to wait for each response; None for 10 minutes.
+
+    Raises:
+        SequencesRefusedError: some sequences could not be scored. Raised only after all sequences have been sent.
+        UsageError: `deadline` is not positive.
     """
     if deadline is not None and not deadline > 0:
         raise UsageError(f"deadline {deadline}: must be more than 0 seconds")

@@ -49,7 +49,7 @@ def score(
     """Score a dataset's sequences, except those whose log-probs are already in the store.
 
     Rows that cannot be used are skipped; unless `progress` is False, the reasons for the first ten are printed. Computed values
-    are committed every 30 seconds. After an interruption, the same call continues from the last commit.
+    are committed at least every 30 seconds. After an interruption, the same call continues from the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -73,8 +73,10 @@ def score(
     Raises:
         UsageError: the model, the dataset or a setting cannot be used, or `dtype` is "auto" and the store has values of the
             model in more than one dtype.
+        TokenizerError: the tokenizer cannot be loaded, or lacks an EOS token or a chat template that the rows need.
         EngineError: the model cannot be loaded, or a forward pass failed. Values computed before the failure are committed.
-        StoreError: the store cannot be read or written.
+        StoreError: the store cannot be read or written, or the model's weights are missing, truncated or pickled, or change
+            while they are being read.
 
     Examples:
         >>> from reflogp.scoring import score
@@ -160,7 +162,8 @@ def join(
         NotScoredError: `on_miss` is "error", and some rows have no values or cannot be used. The message lists up to ten of
             them.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
-        UsageError: see `score`.
+        SnapshotNotFoundError: there is no snapshot with the number `snapshot`, or it can no longer be read.
+        UsageError, TokenizerError, StoreError: see `score`.
 
     Examples:
         >>> from reflogp.scoring import join
@@ -228,7 +231,9 @@ def report(
         A ReportSummary, whose `findings` are the sentences at the top of the HTML page.
 
     Raises:
-        UsageError: a setting or the dataset cannot be used, or the output folder contains files that do not belong to a report.
+        UsageError: the model, the dataset or a setting cannot be used, or the output folder contains files that do not belong
+            to a report.
+        TokenizerError, StoreError: see `score`.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
 
     Examples:
@@ -283,8 +288,9 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
         named = ", ".join(map(str, summary.missing_row_numbers[:_NAMED_ROWS]))
         named += ", …" if summary.missing > _NAMED_ROWS else ""
         raise NotScoredError(
-            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')} (row numbers: {named}). Score "
-            f"the dataset with reflogp.scoring.score, or with `{command}`, or leave out such rows with on_miss='drop'",
+            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')} (row numbers, starting at 0: "
+            f"{named}). Score the dataset with reflogp.scoring.score, or with `{command}`, or leave out such rows with "
+            "on_miss='drop'",
             summary,
         )
 
@@ -333,7 +339,8 @@ def _vision(
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
     """Call a function for a dataset, or for each split of a DatasetDict.
 
-    Return the result, or a dict with the result for each split.
+    Return the function's result. For a DatasetDict, return a dict with one ScoreSummary for each split, or a DatasetDict of the
+    joined splits. If a split fails, the error message names the split.
     """
     if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")

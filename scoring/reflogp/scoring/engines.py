@@ -19,8 +19,7 @@ from reflogp.store import ContentMismatchError, FileChangedError, Reference, Usa
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
 
-#: Number of attempts to load a model while the timestamps of its files change. After the last attempt, FileChangedError is
-#: raised.
+#: Maximum number of attempts to load a model. An attempt fails if a file or its timestamps change while the model is loaded.
 _LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
@@ -56,12 +55,14 @@ class Engine(Protocol):
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can score other sequences between two passes: the service's workers score online requests between two
-    passes of a job.
+    """An engine that can score other sequences while a call to `passes` or `flow` is suspended between two passes.
+
+    The service's workers use such engines to score online requests between two passes of a job.
 
     Attributes:
-        token_budget: approximate number of tokens in a full pass. Adding sequences to a full pass saves no time.
-        pass_seconds: maximum device time of a pass in seconds, or None for no limit.
+        token_budget: maximum number of tokens in a pass. A pass with a single sequence may have more. The service's workers
+            combine online requests up to this number of tokens.
+        pass_seconds: maximum device time of a pass in seconds, or None for no limit. It has no effect with vLLM.
     """
 
     token_budget: int
@@ -76,6 +77,8 @@ class PassEngine(Engine, Protocol):
     ) -> Iterator[list[tuple[int, Outcome]]]:
         """Score sequences, except those whose index is in `skip`.
 
+        The logits are divided by `temperature`. An engine that supports only temperature 1 raises EngineError for all others.
+
         Before each pass, call `before` with the indices of the pass's sequences. After each pass, yield a list with the index
         and the outcome of each sequence in the pass.
         """
@@ -86,10 +89,10 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; see Engine.flow.
+        """Score groups as they arrive; see Engine.flow. `temperature` has the same meaning as in `passes`.
 
-        Before each pass, call `before` with the indices of the pass's sequences. Between two yields, the caller may score
-        other sequences with the engine.
+        Before each pass, call `before` with the numbers of the pass's sequences, which are counted across all groups. Between
+        two yields, the caller may score other sequences with the engine.
         """
 
 
@@ -100,9 +103,9 @@ class EngineChoice:
     Attributes:
         name: "torch" for torch in this process, "vllm" for vLLM in a process with its own environment, or "remote" for a
             running `vllm serve`.
-        device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which `check_claim` loads the local
-            weights.
-        token_budget: for torch, the maximum number of tokens in a pass, or "auto".
+        device: for torch, "auto", "cpu", "cuda", "cuda:1", …; for remote, the device on which the local weights are loaded if
+            `check_claim` is True.
+        token_budget: for torch, the maximum number of tokens in a pass; "auto" computes it from the free memory.
         trust_remote_code: whether to run modeling code from the checkpoint.
         vllm_python: for vllm, the Python interpreter of vLLM's environment. If None, it is $REFLOGP_VLLM_PYTHON, or this
             process's interpreter if that variable is not set.
@@ -112,8 +115,8 @@ class EngineChoice:
         served_model: for remote, the name under which the server serves the model; None if the server has only one model.
         concurrency: for remote, the maximum number of simultaneous requests.
         patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
-        check_claim: for remote, whether to compare, before scoring, some of the server's values with values that are computed
-            with the local weights.
+        check_claim: for remote, whether to check before scoring that the server serves the reference. A few of its log-probs
+            are compared with log-probs computed with the local weights. If they differ too much, EngineError is raised.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -186,7 +189,7 @@ class EngineChoice:
 
         To load the model, its files are opened and hashed (digests of unchanged files are cached). torch then reads the files
         through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked for
-        changes.
+        changes. For a remote engine, the model's files are opened only if `check_claim` is True.
 
         Args:
             model: local folder of the model. It must contain the reference's files.

@@ -1,11 +1,11 @@
-"""Define the errors that scoring raises: subclasses of the store's ReflogpError, and PictureError, which engines catch.
+"""Define the errors of scoring. All are subclasses of the store's ReflogpError, except PictureError, which engines catch.
 
 ReflogpError (reflogp.store.errors)
 ├── UsageError (reflogp.store.errors)
 │   └── DatasetError         a dataset cannot be opened or has columns that match no format
 ├── TokenizerError           a tokenizer cannot be loaded, or lacks an EOS token or a chat template
 ├── NotScoredError           some rows of a dataset have no stored values, or cannot be used
-├── OtherEngineError         a store has values from an engine that is not allowed
+├── OtherEngineError         stored values of a dataset are from an engine that is not allowed
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device has too little memory for the model or a pass
     ├── WorkerGoneError      one of a run's workers has exited
@@ -40,7 +40,7 @@ class NotScoredError(ReflogpError):
 
 
 class OtherEngineError(ReflogpError):
-    """A store has values from an engine other than the one that `strict_engine` names."""
+    """Stored values of a dataset's rows are from an engine other than the one that `strict_engine` names."""
 
 
 class EngineError(ReflogpError):
@@ -83,8 +83,10 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: dict of index -> reason, for the sequences that cannot be scored.
-        results: one entry for each sequence passed to the engine: its token_logps (float32), or None if it is in `problems`.
+        problems: dict of index -> reason, for the sequences that cannot be scored. The index is the position among the
+            sequences passed to the engine, starting at 0.
+        results: one entry for each sequence passed to the engine: its token_logps (float32), or None if the sequence's index is
+            in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[Any]) -> None:

@@ -41,9 +41,10 @@ class JoinSummary:
         missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
         bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
-            cannot be read.
+            are damaged or not finite.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: number of rows that TRL drops because the prompt alone fills max_length.
+        dropped_rows: number of rows that were left out because TRL drops them: the prompt alone fills max_length (only with
+            truncation_mode "keep_start").
         coverage: written / (rows - dropped_rows); 0.0 if the divisor is 0.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of the snapshot that was read.
@@ -85,9 +86,10 @@ def join_dataset(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> JoinSummary:
-    """Write a dataset's rows to a Parquet file, with the columns ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps).
+    """Write the rows that have values to a Parquet file, with columns of reference log-probs added.
 
-    The values of these columns are sums of log-probs, float32, in nats.
+    The columns are ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps). They contain sums of log-probs, float32, in
+    nats.
 
     Until the output is complete, it has a temporary name. If no row has values, no output is written, and an existing file with
     the output's name is kept.
@@ -97,8 +99,8 @@ def join_dataset(
         ref_chosen_tokens and ref_rejected_tokens (for KTO, ref_tokens): number of log-probs in each sum, int64.
         ref_row: row number in the dataset, starting at 0, int64.
 
-    In the Parquet metadata, `reflogp` contains the store, reference, snapshot and settings, and `reflogp.coverage` contains the
-    coverage, how many rows were read and how many were written.
+    Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
+    `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
 
     Args:
         dataset: the dataset to join. TokenizedDataset's argument `kept` must be None, because rows that are read from a file of
@@ -106,6 +108,7 @@ def join_dataset(
 
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
+        TokenizerError: see tokenize_dataset.
         StoreUnavailableError: the rows do not fit a single Parquet schema.
     """
     source, store = dataset.source, snapshot.store_uri
@@ -179,8 +182,12 @@ def joined_windows(
 ) -> Iterator[JoinedWindow]:
     """Yield the rows that have values, one window of the dataset at a time, and count all rows in `summary`.
 
+    A window in which no row can be tokenized is not yielded. A window in which no row has values is yielded without rows.
+    `summary.coverage` is set only after the last window.
+
     Raises:
         DatasetError, TokenizerError: see tokenize_dataset.
+        UsageError: see join_logps.
     """
     for window in dataset:
         if watcher and not summary.rows:
@@ -212,7 +219,7 @@ def joined_windows(
 
 
 def is_usable(columns: dict[str, Any]) -> bool:
-    """Return True if a row's columns have the types that tokenization needs."""
+    """Return True if a row's columns match a format and have the types that tokenization needs."""
     try:
         form = detect_format(columns)
         if form == "tokens":
@@ -356,10 +363,12 @@ class _Stream:
         return self
 
     def __reduce__(self) -> Any:
-        # `datasets` identifies a generator by a digest of its pickle. An open store cannot be pickled, so each join gets a new
-        # id.
+        # `datasets` identifies a generator by a digest of its pickle. An open store cannot be pickled, so the pickle contains
+        # only a random id.
         return _unpickled, (uuid.uuid4().hex,)
 
 
 def _unpickled(_: str) -> Any:
-    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start it with fork")
+    raise UsageError(
+        "a joined stream cannot be sent to another process: call join in that process, or start the process with fork"
+    )

@@ -59,8 +59,10 @@ def places(
         gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
-    Raises UsageError if a name is unknown, if a GPU does not exist, if there are fewer than `gpus_each` GPUs, or if the listed
-    GPUs cannot be divided into groups of `gpus_each`.
+    Raises:
+        UsageError: a name is unknown, a GPU does not exist, there are fewer than `gpus_each` GPUs, or the listed GPUs cannot be
+            divided into groups of `gpus_each`. UsageError is also raised if an engine needs several GPUs or chooses among them
+            itself, and a list of several devices contains a name without a GPU's number, such as cpu or cuda.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
         raise UsageError(f"unknown device {unknown[0]!r}: use 'all', 'auto', 'cpu', 'cuda' or 'cuda:NUMBER'")
@@ -126,8 +128,10 @@ def _visible(group: Sequence[str], count: int) -> str:
 # Memory
 #
 # A process can use all of the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd
-# units and batch schedulers set such limits. If a group exceeds its limit, the kernel kills one of its processes. glibc and
-# Arrow keep freed memory for reuse, in separate arenas for up to a few dozen threads. Over many small jobs, these arenas grow
+# units and batch schedulers set such limits. If a group exceeds its limit, the kernel kills one of its processes, or slows the
+# processes down if the limit is memory.high of cgroup v2.
+#
+# glibc and Arrow keep freed memory for reuse, in separate arenas for different threads. Over many small jobs, these arenas grow
 # even though their memory is no longer in use.
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
@@ -219,7 +223,10 @@ def _plain(text: str) -> str:
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """Yield the limit in a cgroup's limit file, in bytes. Yield nothing for "max" or 0, which mean no limit."""
+    """Yield the number of bytes in a cgroup file that contains a limit or a memory use.
+
+    Yield nothing if the file cannot be read, or contains 0 or a word ("max" means no limit).
+    """
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)
@@ -246,9 +253,10 @@ def return_freed_memory() -> None:
 
 
 # Processes
+#
 # torch's CUDA allocator is configured to use expandable segments, instead of many segments that are too small for a large
-# tensor. torch reads this setting when a process first uses a GPU, so the variable must be set before that. Progress bars and
-# notices from transformers are turned off to keep them out of workers' logs.
+# tensor. torch reads this setting from an environment variable when a process first uses a GPU, so the variable must be set
+# before that. Progress bars and notices from transformers are turned off to keep them out of workers' logs.
 
 #: Environment variables that configure the allocator. All of torch's backends read the first one.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -272,7 +280,10 @@ def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def quiet_libraries() -> None:
-    """Make transformers log only errors and show no progress bars."""
+    """Make transformers log only errors and show no progress bars.
+
+    Also set TOKENIZERS_PARALLELISM, unless it is already set, so that the tokenizers library does not warn after a fork.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 

@@ -24,7 +24,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from reflogp.store.texts import shortened_without_secrets
 
-#: Maximum number of spans with the same name that a run sends. Further spans are only counted, in attributes of the root span.
+#: Maximum number of spans with the same name that a run sends. Further spans are not sent, but are included in the counts and
+#: durations that the root span has as attributes.
 MOST_SPANS = 1000
 #: Maximum number of spans waiting to be sent to the collector; further spans are dropped. A run creates at most a few thousand
 #: spans.
@@ -58,7 +59,10 @@ class Sender(SpanProcessor):
         return TracedRun(self._tracer, self._tracer.start_span(name, context), stops, ids)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span for sending. The SDK calls this method when the span has ended."""
+        """Queue a span for sending. The SDK calls this method when the span has ended.
+
+        Drop the span if it is not sampled, or if too many spans are waiting.
+        """
         if span.context is None or not span.context.trace_flags.sampled:
             return
         with self._changed:
@@ -67,7 +71,7 @@ class Sender(SpanProcessor):
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Wait up to `seconds` seconds for all ended spans to be sent or dropped."""
+        """Wait up to `seconds` seconds for all ended spans to be sent or dropped. Warn if the time is not enough."""
         with self._changed:
             self._hurrying = True
             self._changed.notify_all()
@@ -126,7 +130,7 @@ class StartedSpan:
 
     Attributes:
         span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. An INVALID_SPAN is not sent,
-            but its stage is counted in the attributes of the root span.
+            but the root span's attributes include its stage in their counts and durations.
         discarded: True after a call to `discard`.
 
     Args:
@@ -239,10 +243,10 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record in a span the exception that ended its stage or run.
+        """Set the attributes and status of a span according to the exception that ended its stage or run.
 
-        An exception of a type in the run's `stops` is recorded as an attribute. Any other exception sets the span's status to
-        ERROR.
+        For an exception of a type in the run's `stops`, set the attribute `reflogp.stopped` to the message. For any other
+        exception, set the attribute `error.type` to the type's name, and the status to ERROR with the message.
         """
         text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):

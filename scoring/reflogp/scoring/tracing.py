@@ -1,7 +1,7 @@
 """Trace scoring runs with OpenTelemetry. `run_span` records a run as a root span, and the other functions record its stages.
 
-Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. Otherwise, and outside a run, the
-functions in this module do nothing and do not import opentelemetry.
+Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. If neither is set, the
+functions in this module record nothing and do not import opentelemetry. Stages outside a run are not recorded.
 
 Start each thread of a run in a copy of the parent thread's context (contextvars.copy_context). The new thread's spans are then
 children of the parent thread's span.
@@ -50,7 +50,7 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 _run: ContextVar[TracedRun | None] = ContextVar("traced_run", default=None)
 _connecting = threading.Lock()
-_senders: list[Sender | None] = []  # has one entry after the first run: None if traces are not sent
+_senders: list[Sender | None] = []  # has one entry after the first run with a collector: None if spans cannot be sent
 
 
 @contextmanager
@@ -66,9 +66,10 @@ def run_span(
     Args:
         name: name of the root span.
         parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
-        stops: exceptions that end the run but do not count as errors.
-        flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans, and do the
-            same before the process exits if SIGTERM arrives during the run.
+        stops: types of exceptions that end the run but do not count as errors.
+        flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans. If SIGTERM
+            arrives during the run, wait in the same way before the process exits; this works only in the main thread, and only
+            if the program has not set its own SIGTERM handler.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -182,7 +183,10 @@ def _connect(named: str) -> Sender | None:
 
 @contextmanager
 def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
-    """If SIGTERM arrives during the block, end the run's spans and send them before the process exits."""
+    """If SIGTERM arrives during the block, end the run's spans and send them before the process exits.
+
+    Do nothing in threads other than the main thread, or if SIGTERM does not have its default action.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -21,7 +21,7 @@ class VisionProcessor:
     Attributes:
         processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
-        tokens: converts texts and the sizes of images into tokens.
+        tokens: converts a text with images into token ids, given the sizes and modes of the images.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """
 
@@ -45,12 +45,15 @@ def load_processor(
     """Load a model's processor. Return None if the model accepts only text, or if `folder` or `model` has only a tokenizer.
 
     Args:
-        folder: folder of the processor, which may be the model's folder.
+        folder: folder of the processor, which may be the same as `model`. In this case, if `model` is the folder of an adapter
+            that has no processor, the processor is loaded from the folder of the adapter's base model.
         model: folder of the model or of its adapter; the image token is read from the model's config.
         chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
         trust_remote_code: whether to run code from these folders.
 
-    Raises TokenizerError if the processor cannot be loaded.
+    Raises:
+        TokenizerError: the processor cannot be loaded.
+        UsageError, CheckpointError: the model, or the adapter's base model, cannot be read (see `read_checkpoint`).
     """
     base = resolve_model(model)
     if not (base / "config.json").is_file():

@@ -51,12 +51,12 @@ class _App(FastAPI):
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """Return the FastAPI app for the given settings.
+    """Return the FastAPI app for the given settings. The state folder stays locked until the app shuts down.
 
     Raises:
-        UsageError: another service uses the same state folder, or the folder is not writable.
-        UsageError, CheckpointError: the settings contain a store URI or a reference that cannot be used (see
-            ReferenceRegistry).
+        UsageError: another service uses the same state folder, the folder or the job ledger in it cannot be used, or the
+            settings contain a store URI, a reference, a device or an executor that cannot be used.
+        CheckpointError: the model folder of a reference cannot be used (see ReferenceRegistry).
     """
     folder = settings.state_folder()
     lock = StateLock(folder)
@@ -155,7 +155,7 @@ def _configurations(
 ) -> list[WorkerConfiguration]:
     """Return one configuration for each worker.
 
-    Raise UsageError if two references with the same model and numerics have different engines.
+    Raise UsageError if two references with the same model and dtypes have different engines or engine settings.
     """
     named = registry.named()
     models: dict[str, ModelConfig] = {}
@@ -163,8 +163,8 @@ def _configurations(
         place = settings.references[name].place()
         if models.setdefault(reference.reference_id, place).engine != place.engine:
             raise UsageError(
-                f"references.{name} has the same model and numerics as another reference, but a different engine: remove one of"
-                " the two references"
+                f"references.{name} has the same model and dtypes as another reference, but a different engine or different "
+                "engine settings: remove one of the two references"
             )
     first = WorkerConfiguration(
         device="auto",

@@ -24,7 +24,9 @@ SESSION_SECONDS = 12 * 3600
 #: Maximum number of sessions per token. Signing in beyond this limit ends the token's oldest session, so the sessions of one
 #: token can neither fill the memory nor end sessions of other tokens.
 _MOST_SESSIONS = 100
-#: Browsers send the session cookie with every request that a page makes, so the cookie authorizes only read-only methods.
+#: Methods that the session cookie authorizes on the routes that use `requires`. These methods only read, because browsers also
+#: send the cookie when a page of another service on the same host makes a request. The forms of the web pages also use the
+#: cookie, but check which page sent them (see `sites.is_of_own_page`).
 _SAFE_METHODS = ("GET", "HEAD")
 
 
@@ -108,12 +110,13 @@ def cookie_name(request: Request) -> str:
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """Return a FastAPI dependency that admits only requests whose token has the given scope or the scope `admin`.
 
-    The dependency returns the token's name.
+    The dependency returns the token's name. It raises Problem 401 if the request has no known token, and Problem 403 if the
+    token has neither scope.
 
     Browsers send no Authorization header when a user follows a link or a script opens an EventSource. A GET or HEAD request
     without this header is therefore admitted if the browser is signed in with a token that has the scope. If the settings
-    contain no tokens, every request is admitted. In that case, ServerSettings requires the service to listen on a loopback
-    address.
+    contain no tokens, every request is admitted under the name `loopback`. In that case, ServerSettings requires the service to
+    listen on a loopback address.
     """
 
     async def check(
@@ -153,7 +156,7 @@ def still_allowed(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return True if the caller may read the details of all jobs, or False if only those of the jobs that it submitted."""
+    """Return True if the caller may read the details of all jobs, and False if it may read only those of its own jobs."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 

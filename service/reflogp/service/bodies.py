@@ -32,19 +32,20 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 
-#: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer than decoding.
+#: JSON bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
 _SEND_ARROW = "send an Arrow stream, as reflogp.client does, or send less data per request"
 
 #: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
 #: after the first _SLOW_START_SECONDS. A slower sender would tie up reserved memory for too long.
 _BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
-#: If a request has no Content-Length, memory for this many bytes is reserved at first, and more as the body arrives.
+#: If a request has no Content-Length, memory for a body of this many bytes is reserved at first, and more as the body arrives.
 _UNKNOWN_BYTES = 64 << 10
-#: Bytes of memory to reserve for each byte of a JSON body. They cover the decoded JSON and the response.
+#: Bytes of memory to reserve for each byte of a JSON body. They cover the body, the decoded JSON and the response. Lookups
+#: reserve more memory, for example for the token values that they return.
 _JSON_COST = 24
-#: The maximum number of objects, lists and fields in a JSON body. No route needs more: a thousand sequences have three thousand
-#: lists and objects.
+#: The maximum number of objects, lists and fields in a JSON body. No route needs more: a scoring request with 1,000 sequences
+#: (the maximum for JSON) has about 5,000.
 _MAX_JSON_PARTS = 10_000
 #: The maximum size in bytes of an Arrow message's metadata (schema, buffer offsets), and the maximum number of messages in a
 #: stream. Ordinary streams have about a kilobyte of metadata, and one batch for every few thousand rows. Parsing metadata and
@@ -56,7 +57,7 @@ _FRAME_BYTES = 1 << 20
 #: slow reader keeps only one piece in memory.
 PIECE_BYTES = 256 << 10
 #: Indices of fields in Arrow's flatbuffers (format/Message.fbs): header_type and header of Message, length and compression of
-#: RecordBatch. The last number is the type of RecordBatch in the union of headers.
+#: RecordBatch. The last number is not an index, but the value of header_type if the message is a record batch.
 _HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
 
 
@@ -136,8 +137,8 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
 
     Raises:
-        Problem: 415 if the media type is not JSON, 422 if the body does not match the model; also any problem that `read_body`
-            raises.
+        Problem: 415 if the media type is not JSON, 422 if the body does not match the model or has more than _MAX_JSON_PARTS
+            parts; also any problem that `read_body` raises.
     """
     require_type(request, JSON)
     try:
@@ -230,8 +231,8 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
     tokens is checked before token ids are cast to int32, because the cast makes a column of int8 ids four times as large.
 
     Raises:
-        Problem: the body is not an Arrow IPC stream with these columns, a sequence or token id is null, a token id needs more
-            than 32 bits, a batch is compressed, or there are more sequences or tokens than allowed.
+        Problem: the body is not an Arrow IPC stream with these columns, a sequence or one of its values is null, a value needs
+            more than 32 bits, a batch is compressed, or there are more sequences or tokens than allowed.
     """
 
     def check(schema: pa.Schema) -> None:

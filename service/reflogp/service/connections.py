@@ -1,9 +1,10 @@
 """Add deadlines to uvicorn's connections, to disconnect clients that send no request or do not read their response.
 
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
-that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections may wait for the
-head of a request; if one more begins to wait, the connection that has waited longest is closed. Clients that send their
-requests one byte at a time therefore cannot keep the service from serving other clients.
+that reads a response must not pause for longer than `answer_idle_seconds`. A client that does not pause, but reads so slowly
+that a full write buffer does not drain within this time, is disconnected too. At most `max_waiting` connections may wait for
+the head of a request. If one more begins to wait, the connection that has waited longest is closed. Clients that send the head
+of a request one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class ConnectionConfig(uvicorn.Config):
     """A uvicorn configuration with the limits that BoundedProtocol enforces.
 
     Args:
+        app: the application to serve.
         head_seconds: maximum time in seconds for the head of a request to arrive.
         answer_idle_seconds: maximum time in seconds that a client may pause while it reads a response.
         max_waiting: maximum number of connections that may wait for the head of a request.
+        options: other arguments of uvicorn.Config.
     """
 
     def __init__(self, app: ASGIApp, head_seconds: float, answer_idle_seconds: float, max_waiting: int, **options: Any) -> None:
@@ -67,7 +70,9 @@ class BoundedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()  # even if part of the body has not arrived, because nothing reads the body after the response
+        # This sets a deadline even if part of the request's body has not arrived. After the response, nothing reads the body,
+        # so the time limits on request bodies no longer apply.
+        self._wait_for_head()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -177,8 +182,9 @@ def waiting_connections(max_connections: int) -> int:
     """Return the maximum number of connections that may wait for the head of a request.
 
     This number does not include the connections with a request in progress, of which there are at most `max_connections`. If
-    the process's soft limit on open files is too low for the waiting and the active connections together, raise it as far as
-    necessary, but not above the hard limit.
+    the process's soft limit on open files is too low for the waiting and the active connections together, first raise the soft
+    limit as far as necessary, but not above the hard limit. The result is `max_connections`, or less if the limit on open files
+    is still too low, but at least _LEAST_WAITING.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -22,11 +22,11 @@ class Context:
         settings: settings that the service was started with.
         registry: references and their snapshots.
         ledger: records of all jobs and uploads.
-        precompute: submits, cancels and retries jobs, and follows their progress.
+        precompute: submits, cancels and retries jobs, assigns them to workers, and follows their progress.
         online: scores sequences while the caller waits.
         uploads: uploaded dataset files.
-        metrics: counters and gauges.
-        request_memory: memory that requests in progress have reserved for their bodies and responses.
+        metrics: counters, gauges and histograms.
+        request_memory: limits the total memory used by all requests in progress.
     """
 
     settings: ServerSettings

@@ -1,10 +1,10 @@
 """Errors of the service.
 
 ReflogpError (reflogp.store.errors)
-└── LedgerError              the ledger of jobs cannot currently be used
-    ├── LedgerUnavailableError  it is locked, or its disk is full or failing
-    ├── LedgerDamagedError      some of its pages are damaged
-    └── LedgerReplacedError     another service has taken it over, or its file is gone
+└── LedgerError              a read or write of the ledger of jobs failed
+    ├── LedgerUnavailableError  the ledger is locked or closed, or its disk is full or failing
+    ├── LedgerDamagedError      some pages of the ledger's file are damaged
+    └── LedgerReplacedError     another service has taken over the ledger, or its file was moved, deleted or replaced
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from reflogp.store.errors import ReflogpError
 
 
 class LedgerError(ReflogpError):
-    """The service's ledger of jobs cannot currently be used. The message says why."""
+    """A read or write of the service's ledger of jobs failed. The message says why."""
 
 
 class LedgerUnavailableError(LedgerError):
-    """The ledger is locked by another process, or its disk is full or failing. A failed call may succeed later."""
+    """The ledger is locked by another process, its disk is full or failing, or the service is shutting down.
+
+    Unless the service is shutting down, the same call may succeed later.
+    """
 
 
 class LedgerDamagedError(LedgerError):
-    """Some pages of the ledger's file are damaged."""
+    """Some pages of the ledger's file are damaged. Calls that need only other pages can still succeed."""
 
 
 class LedgerReplacedError(LedgerError):
-    """Another service has taken over the ledger, or the ledger's file was moved, deleted or replaced."""
+    """Another service has taken over the ledger, or the ledger's file was moved, deleted or replaced.
+
+    Until this is corrected, every write fails.
+    """

@@ -3,10 +3,11 @@
 `check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
-even if it has internal addresses. The prefix https:// without a host allows every host that has only public addresses, but
-only on port 443. `fetch` checks all addresses of such a host, then connects to one of them without resolving the name again.
-The prefix s3:// allows every bucket, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a
-repository without a revision allows the repository's files at every revision.
+even if it has internal addresses. The prefix https:// (or http://) without a host allows every host that has only public
+addresses, but only on port 443 (or 80). `fetch` checks all addresses of such a host, then connects to one of them without
+resolving the name again. The prefixes s3://, gs:// and az:// allow every bucket of the object store, and hf:// allows every
+dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision allows the repository's files
+at every revision.
 
 If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
@@ -57,15 +58,15 @@ _HUB = "hf"
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: Maximum number of a public host's addresses to try connecting to.
+#: If a public host has more addresses than this, `fetch` tries to connect only to the first ones.
 _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-#: A fetch is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting, so that a
-#: server cannot keep the fetch open by sending a byte per minute.
+#: An HTTP download is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting,
+#: so that a server cannot keep the download open by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: Matches a URI that consists of characters allowed by RFC 3986, other than the `#` that begins a fragment.
+#: Matches a URI of at most 4,096 characters that are allowed by RFC 3986. The `#` that begins a fragment is not accepted.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
@@ -85,8 +86,9 @@ class _Uri:
     """The parts of a URI, each in a form that all libraries interpret in the same way.
 
     Attributes:
-        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub.
-            The host may be empty only in a prefix from the settings (https://).
+        scheme: scheme in lower case.
+        host: host name in lower case, IP address (an IPv6 address without brackets), bucket of an object store, or "datasets"
+            for the Hub. The host may be empty only in a prefix from the settings (https://).
         port: port of the host, or None for object stores, the Hub and an empty host.
         path: empty, or begins with a slash.
         query: empty, or begins with a question mark.
@@ -108,7 +110,7 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
     """Raise an error if a URI, or the config for it, can be refused without opening a connection.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if it names neither a file with
+        Problem: 403 if the settings do not allow the URI. 422 if the URI is malformed, if the URI names neither a file with
             the suffix of a dataset format nor a whole repository on the Hub, or if `config` is given for a file.
         UsageError: a prefix in the settings is malformed.
     """
@@ -121,7 +123,11 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
                     "a config can be specified only for a whole dataset on the Hub (hf://datasets/ORGANISATION/NAME)"
                 )
     except ValueError as error:
-        raise Problem(422, f"the URI cannot be fetched: {error}", "use a plain URI: https://host/folder/file.jsonl") from error
+        raise Problem(
+            422,
+            f"the URI cannot be fetched: {error}",
+            "use a URI such as https://host/folder/file.jsonl, and specify a config only for a whole dataset on the Hub",
+        ) from error
     try:
         trusted = _admit(parsed, settings)
         if not trusted and (address := _literal(parsed.host)) is not None:
@@ -151,18 +157,19 @@ def fetch(
 
     Args:
         uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
-        folder: folder to fetch the dataset into; it also limits the total size of all datasets.
+        folder: folder to fetch the dataset into. The folder's quota limits the total size of uploads and fetched datasets.
         settings: allowed prefixes, and limits on time and size.
-        cancelled: function that is called a few times per second during an HTTP download, and after each chunk from an object
-            store or the Hub. The fetch stops when `cancelled` returns True.
+        cancelled: function that is called a few times per second during an HTTP download and while the files of a Hub dataset
+            are looked up, and after each chunk from an object store or the Hub. The fetch stops when `cancelled` returns True.
         arrived: called after each chunk with the total number of bytes that have arrived.
         config, split: config and split to fetch if the URI names a whole dataset on the Hub. If `config` is None, the default
             config is fetched.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
-        DatasetError: the URI is not allowed or cannot be read, or the dataset is larger or arrives more slowly than the
-            settings allow.
+        DatasetError: the URI is malformed or not allowed, the dataset cannot be read or written to the folder, or the dataset
+            is larger or arrives more slowly than the settings allow.
+        LedgerError: the quota was reached, and the ledger could not be read to find datasets that can be deleted.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -199,7 +206,9 @@ def _parse(uri: str) -> _Uri:
         if authority and not _BUCKET.fullmatch(authority):
             raise ValueError("the bucket name is not valid")
         if query or "%" in path:
-            raise ValueError("the key of an object must not contain % or ?: percent-encoding and queries are not supported")
+            raise ValueError(
+                "the key of an object must not contain % or ?, because percent-encoding and queries are not supported"
+            )
         host, port = authority, None
     elif scheme == _HUB:
         if authority not in ("", "datasets") or query or "%" in path:
@@ -245,7 +254,8 @@ def _check_path(path: str) -> None:
 def _suffix(uri: _Uri) -> str:
     """Return the suffix that names the dataset's format, such as .jsonl, from the end of a URI's path.
 
-    Raise ValueError if the URI has no host, or if its path does not end in the suffix of a dataset format.
+    Raise ValueError if the URI has no host, if its path does not end in the suffix of a dataset format, or if an hf:// URI does
+    not name a file in a dataset repository.
     """
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
@@ -330,7 +340,7 @@ def _check_public(addresses: list[_Address]) -> None:
 async def _public_addresses(uri: _Uri) -> list[str]:
     """Return up to _MOST_ADDRESSES addresses of the URI's host.
 
-    Raise ValueError unless all addresses of the host are public.
+    Raise ValueError if the host name cannot be resolved, or if any address of the host is not public.
     """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(uri.host, uri.port, type=socket.SOCK_STREAM)
@@ -383,10 +393,10 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
     Raise ValueError or httpx.HTTPError if the download fails.
     """
-    context = httpx.create_ssl_context()  # root certificates from certifi, or from the file that SSL_CERT_FILE names
+    context = httpx.create_ssl_context()  # root certificates: certifi's, or those in SSL_CERT_FILE or SSL_CERT_DIR
     for _ in range(1 + _MOST_REDIRECTS):
         addresses = [uri.host] if trusted else await _public_addresses(uri)
-        # A transport is used instead of a client because it ignores proxies, cookies, redirects and .netrc.
+        # A transport is used instead of a client, because a transport ignores proxies, cookies, redirects and .netrc.
         async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
             response = await _ask(transport, uri, addresses, settings.body_idle_seconds)
             try:
@@ -524,10 +534,16 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A writer that saves a dataset, or one of its files, as a hidden file and computes the digest of the bytes written.
+    """A writer that saves a dataset, or one file of a dataset, and computes the digest of the file.
 
     Args:
+        path, file: the path, and the file that is open at this path.
+        folder: folder whose quota the bytes count against.
+        arrived: called after each write with the number of bytes of the whole dataset that have been written.
         size: number of bytes of the same dataset that have already been written to other files.
+
+    Attributes:
+        size: number of bytes of the whole dataset that have been written, or 0 after `keep`.
     """
 
     def __init__(
@@ -540,7 +556,7 @@ class _Sink:
         self.size = size
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
-        """Raise ValueError if `size` more bytes would make the dataset too large or exceed the folder's quota."""
+        """Raise ValueError if `size` more bytes would make the dataset larger than allowed or exceed the folder's quota."""
         self._check_length(self.size + size, settings)
         self._folder.check_room(size)
 

@@ -73,7 +73,7 @@ class DatasetQuota:
             sweep()
 
 
-#: Prefix of the names of files that are still being written.
+#: Prefix of the names of files and folders that are still being written or are being deleted.
 PARTIAL = ".partial-"
 
 
@@ -115,13 +115,19 @@ class FetchedFolder:
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Subtract `size`, the size of a deleted dataset, from the bytes that count against the quota."""
+        """Subtract `size`, the size of a deleted or incomplete dataset, from the bytes that count against the quota."""
         self._room.give(size)
 
     def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
         """Rename a complete file or folder to its final name, and return the new path.
 
-        `collect` deletes the dataset only after `released` is called, and only when no unfinished job needs the dataset.
+        If a dataset of this name already exists, only one copy is kept. `collect` deletes the dataset only after `released` is
+        called, and only when no unfinished job needs the dataset.
+
+        Args:
+            partial_dataset: path of the complete file or folder, whose name still begins with PARTIAL.
+            name: final name: the digest and, for a file, the suffix.
+            size: number of bytes that were counted against the quota for this dataset.
         """
         file = self.folder / name
         with self._lock:

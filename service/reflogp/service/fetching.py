@@ -31,7 +31,12 @@ _LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
 
 @dataclass(eq=False)
 class _Fetch:
-    """A running fetch."""
+    """A running fetch.
+
+    Attributes:
+        stop: set to stop the fetch.
+        size: number of bytes that have arrived so far.
+    """
 
     stop: threading.Event = field(default_factory=threading.Event)
     size: int = 0
@@ -122,11 +127,12 @@ class Fetching:
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
         except (FetchCancelledError, LedgerError) as error:
-            # the job was cancelled, the service is stopping, or a later round will fetch the dataset
+            # The job was cancelled, or the service is stopping, or the ledger failed. In the last case, a later round of `run`
+            # fetches the dataset.
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
-            await self._on_failed(job, f"the dataset: {detail}")
+            await self._on_failed(job, f"the dataset cannot be used: {detail}")
         finally:
             notes.cancel()
             del self._going_on[job]

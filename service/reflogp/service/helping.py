@@ -1,10 +1,18 @@
 """Let idle workers help with a running job, and relay frames between these helpers and the job's own worker (the owner).
 
-Use this module only in the event loop, because it is not thread-safe. Units of work are relayed without being decoded.
+A frame is a message between the service and a worker. Use this module only in the event loop, because it is not thread-safe.
+Units of work (batches of sequences to score) are relayed without being decoded.
 
-Owners, helpers and the service exchange the following frames. Owners send `ask`, which can contain a unit of work for a helper.
-Helpers send `helping`, `answer` and `helped`. The service sends `helper`, `answer` and `gone` to owners, and `help`, `ask` and
-`stop` to helpers.
+Owners, helpers and the service exchange the following frames, usually in this order:
+
+    help     service -> helper            help with a job
+    helping  helper -> service            the helper has loaded the model and is ready
+    helper   service -> owner             a helper is ready
+    ask      owner -> service -> helper   a request, which can contain a unit of work
+    answer   helper -> service -> owner   the result of a request
+    stop     service -> helper            stop helping
+    helped   helper -> service            the helper has stopped; `error` is None unless an error was the cause
+    gone     service -> owner             a helper that was ready has stopped, or its process has ended
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ class _Help:
     """The state of a worker that is helping with another worker's job.
 
     Attributes:
+        job: id of the job.
         owner: number of the worker that runs the job.
         joined: whether the owner was told that the helper is ready.
         leaving: whether the helper was told to stop.
@@ -94,7 +103,10 @@ class Helping:
             self._pool.workers[number].send({"op": "stop", "job": help.job, "why": "dismissed", "help": True})
 
     def end(self, job: str, owner: int) -> None:
-        """Tell all helpers of a job to stop. Call this method when the job no longer runs on its owner."""
+        """Tell all helpers of a job to stop, and forget which workers failed while helping with the job.
+
+        Call this method when the job no longer runs on its owner.
+        """
         for number, help in self._helps.items():
             if (help.job, help.owner) == (job, owner):
                 self.dismiss(number)
@@ -128,9 +140,16 @@ class Helping:
         return True
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the exit of a worker's process. If the worker had joined a job as a helper, tell the owner of the job."""
+        """Handle the exit of a worker's process. If the worker had joined a job as a helper, tell the owner of the job.
+
+        Args:
+            reason: why the process exited.
+            blame: True if the worker's job, or the job that it was helping with, may have caused the exit; False if the worker
+                was computing an online request when it died.
+        """
         if (help := self._helps.get(worker.number)) is not None:
-            # loading the model may have killed the worker
+            # Loading the model may have killed a worker that had not joined yet. Do not ask this worker to help
+            # with the job again.
             self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES
             self._gone(worker.number, reason, blame)
 

@@ -36,7 +36,7 @@ create table if not exists job (
     content text not null,            -- digest of dataset, reference and settings
     settings text not null,
     dataset text not null,
-    source text not null,             -- what the worker reads: {"file": …}; {"uri": …} until it is fetched
+    source text not null,             -- see Submission.source; has no key `file` until the dataset has been fetched
     reference_id text not null,
     priority integer not null,
     submitted_by text not null,
@@ -75,13 +75,16 @@ class Submission:
     Attributes:
         identity: the submitter and the Idempotency-Key, or `content` if no key was sent. Submitting the same identity again
             does not create a second job, except in the cases described under `lasting`.
-        content: digest of the reference id, the settings and the dataset (its content, or its URI if the content is not known).
+        content: SHA-256 digest (hex) of the reference id, the tokenizer, the dataset and the settings, except priority and
+            title. A dataset is represented by its URI if the job names a URI, otherwise by the digest of its content and, if
+            the job names a path, also by that path with symbolic links resolved.
         lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
             changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
             the same identity is done. Even with `lasting=True`, a submission without an Idempotency-Key creates a new job if
             the earlier job is done and its rows refer to image files, because `content` does not cover those files.
         source: description of the dataset for the worker: a dict with the keys name and split and, where they apply, file,
-            digest, path, uri and config.
+            digest, path, uri and config. If the dataset is given by its URI, file and digest are added when the dataset has
+            been fetched.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
     """
 
@@ -102,7 +105,8 @@ class Claim:
     """A job that is about to run on a worker.
 
     Attributes:
-        deaths: number of worker deaths since the job last made progress, excluding those that reduced the number of suspects.
+        deaths: number of worker deaths since values of the job were last committed to the store, excluding the deaths that
+            reduced the number of suspects.
         suspects: keys (hex) of the sequences that may have killed a worker, because the worker was scoring them when it died.
             The suspects are scored again in smaller and smaller groups, to find the sequence that kills workers.
         poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.
@@ -129,8 +133,8 @@ class Ledger:
         patience_seconds: how long a failing call is retried before it raises LedgerError.
 
     Raises:
-        UsageError: the file was written by a newer version of reflogp, is not a ledger, is damaged, or stays unusable for
-            `patience_seconds`.
+        UsageError: the file was written by a newer version of reflogp, is not an SQLite database, is damaged, or stays unusable
+            for `patience_seconds`.
     """
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
@@ -147,16 +151,17 @@ class Ledger:
         return self._file.failures
 
     def probe(self) -> None:
-        """Test whether the ledger can be written to, and update `trouble`. If it cannot, no error is raised."""
+        """Test whether the ledger can be written to, and update `trouble`. If the test fails, no error is raised."""
         self._file.probe()
 
     def close(self) -> None:
         self._file.close()
 
     def submit(self, asked: Submission) -> tuple[Job, bool]:
-        """Record a submission; return the job and whether it is new.
+        """Record a submission. Return its job, and True if the job is new or False if it already existed.
 
-        A failed or cancelled job with the same identity is queued again.
+        If a job with the same identity exists, that job is returned, except in the cases described under `lasting` in
+        Submission. If that job has failed or was cancelled, it is first queued again.
 
         Raises:
             DifferentContentError: a job with this identity exists, but its content is different.
@@ -165,12 +170,13 @@ class Ledger:
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
             known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
             if known is not None and known["state"] == "done" and not _is_lasting(asked, known["summary"]):
+                # the new job takes over the identity; an identity must be unique, so the old job gets its own id instead
                 db.execute("update job set identity = id where id = ?", [known["id"]])
                 known = None
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                # the same content may have been submitted with a different path or URI
+                # the same content may have been submitted as another upload, or by another path to the same file
                 if known["state"] in ("failed", "cancelled"):
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
@@ -208,7 +214,8 @@ class Ledger:
 
         Args:
             state: return only jobs in this state; None returns jobs in all states.
-            before: id of a job. Only jobs that are older than this job are returned.
+            before: id of a job. Only jobs that are older than this job are returned. If the job does not exist, the page is
+                empty. None starts with the newest job.
         """
         where: list[str] = ["1"]
         values: list[Any] = []
@@ -256,14 +263,14 @@ class Ledger:
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
         """Mark the next job as running and return it, or return None if no queued job can begin.
 
-        The next job is normally the oldest job of the highest priority. If the model of that job is not loaded and the job has
-        waited for less than `patience_seconds`, a younger job of the same priority whose model is loaded runs first. This rule
-        avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet are skipped.
+        The next job is normally the oldest job of the highest priority. If the model of that job is not loaded and the job was
+        first submitted less than `patience_seconds` ago, a younger job of the same priority whose model is loaded runs first.
+        This rule avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet are skipped.
 
         Args:
             loaded: ids of the references whose models the asking worker has loaded.
-            patience_seconds: a job that has waited for this many seconds is no longer overtaken by younger jobs of the same
-                priority.
+            patience_seconds: a job that was first submitted at least this many seconds ago is not overtaken by younger jobs of
+                the same priority.
             but: ids of jobs to skip.
         """
         here = list(loaded)
@@ -361,7 +368,10 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists."""
+        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists.
+
+        If the job was cancelled, end it instead. The note says why the job was interrupted.
+        """
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -384,15 +394,17 @@ class Ledger:
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died. End it instead if it was cancelled or too many workers died (see `limit`).
+        """Queue a job again after its worker died. If the job was cancelled, or if too many workers died, end it instead.
 
         Args:
             suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
+            note: reason why the worker died. If the job fails, the reason is also part of the job's error.
             narrowed: whether this death reduced the number of suspects. If so, the death does not count toward `limit`.
-            limit: the job fails if this many workers have died since it last made progress. None means no limit.
+            limit: the job fails when the returned number reaches this limit. None means no limit.
 
         Returns:
-            The number of worker deaths since the job last made progress, excluding those that reduced the number of suspects.
+            The number of worker deaths since values of the job were last committed to the store, excluding the deaths that
+            reduced the number of suspects.
         """
 
         def died(db: sqlite3.Connection) -> int:
@@ -431,7 +443,7 @@ class Ledger:
         return {row["file"] for row in rows}
 
     def ended_before(self, moment: datetime) -> list[str]:
-        """Return the ids of jobs that ended before the given time."""
+        """Return the ids of jobs that ended before the given time, which must be in UTC."""
         query = "select id from job where state in ('done', 'failed', 'cancelled') and finished_at < ?"
         return [row["id"] for row in self._all(query, moment.isoformat())]
 
@@ -525,7 +537,10 @@ def _retry(db: sqlite3.Connection, job: str) -> bool:
 
 
 def _forget_file(db: sqlite3.Connection, job: str) -> None:
-    """If a job's dataset has a URI, have it fetched again: remove the keys file and digest from the job's source."""
+    """If a job's dataset is given by its URI, remove `file` and `digest` from the job's source.
+
+    The service then fetches the dataset again while the job is queued.
+    """
     db.execute(
         "update job set source = json_remove(source, '$.file', '$.digest')"
         " where id = ? and json_extract(source, '$.uri') is not null",

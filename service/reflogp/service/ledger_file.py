@@ -1,6 +1,6 @@
 """Access the SQLite file of the ledger with retries and recovery, and ensure that only one service uses it.
 
-All SQL statements of the ledger are executed through this module. A failing statement is retried for a limited time. If it
+All SQL statements of the ledger are executed through this module. A failing read or write is retried for a limited time. If it
 still fails after the last retry, LedgerError is raised, and its message says what is wrong. Each write is one transaction,
 which first checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
 """
@@ -119,8 +119,8 @@ class LedgerFile:
         failures: number of failed attempts to read or write the file, including retries.
 
     Raises:
-        UsageError: the file was written by a newer version of reflogp, is not a database, is damaged, or stays unusable for
-            `patience_seconds`.
+        UsageError: the file was written by a newer version of reflogp, is not an SQLite database, is damaged, or stays unusable
+            for `patience_seconds`.
     """
 
     def __init__(self, file: Path, schema: str, version: int, patience_seconds: float) -> None:
@@ -241,7 +241,7 @@ class LedgerFile:
     def _in_trouble(self, failure: LedgerError) -> None:
         if type(self.trouble) is not type(failure):
             logger.error("%s", failure)
-        if not isinstance(self.trouble, LedgerDamagedError):  # a damaged file's pages must be checked first
+        if not isinstance(self.trouble, LedgerDamagedError):  # only `probe` clears damage, after it has checked all pages
             self.trouble = failure
 
     def _recovered(self) -> None:
@@ -354,7 +354,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def _inode(file: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file, or None if the file does not exist."""
+    """Return the device number and inode number of a file, or None if the file does not exist."""
     try:
         about = file.stat()
     except FileNotFoundError:

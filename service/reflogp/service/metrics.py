@@ -49,7 +49,9 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.refused = Counter("reflogp_score_refused", "Online requests refused.", ["why"], registry=registry)
+        self.refused = Counter(
+            "reflogp_score_refused", "Online requests that were refused or whose deadline passed.", ["why"], registry=registry
+        )
         self.jobs_ended = Counter("reflogp_jobs_ended", "Jobs that ended.", ["state"], registry=registry)
         self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unexpectedly.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
@@ -95,7 +97,7 @@ class Metrics:
                 self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
 
     def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
-        """Return all metrics in the Prometheus text format.
+        """Set the gauges of jobs, queued tokens and memory, and return all metrics in the Prometheus text format.
 
         Args:
             jobs: number of jobs in each state. None leaves the job gauges unchanged.

@@ -89,7 +89,8 @@ class JobSettings(BaseModel):
         None,
         ge=1,
         le=2**31 - 1,
-        description="Maximum total number of tokens in a prompt and its completion. Longer sequences are truncated.",
+        description="Maximum total number of tokens in a prompt and its completion. Longer sequences are truncated. If None,"
+        " there is no maximum.",
     )
     truncation_mode: TruncationMode = Field(
         "keep_start", description="Which end of a sequence to keep when it is truncated to max_length."
@@ -99,7 +100,7 @@ class JobSettings(BaseModel):
         ge=0,
         le=1,
         description="LD-DPO weight for the log-prob sums in the result. In a pair's longer completion, the log-probs of all"
-        " tokens beyond the length of the shorter completion are multiplied by this weight.",
+        " tokens beyond the length of the shorter completion are multiplied by this weight. If None, no weight is applied.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
@@ -118,10 +119,7 @@ class JobRequest(JobSettings):
 
 
 class JobProgress(BaseModel):
-    """The progress of a job.
-
-    A sequence counts as done if its values were already in the store, or if it is a duplicate, was scored, or failed.
-    """
+    """The progress of a job's latest attempt."""
 
     rows: int = Field(0, description="Number of rows that the latest attempt has read so far.")
     sequences: int = Field(0, description="Total number of sequences; estimated until the job is done, and 0 while unknown.")
@@ -237,7 +235,8 @@ class Outlier(BaseModel):
     row: int = Field(description="Number of the row in the dataset, starting at 0.")
     why: str = Field(description="What is unusual about the row.")
     value: float = Field(
-        description="The unusual value in nats: a mean log-prob per token, or a margin (chosen minus rejected)."
+        description="The unusual value in nats: a mean log-prob per token, or a margin (log-prob sum of chosen minus that of"
+        " rejected)."
     )
     prompt: str = Field(description="Text of the row's prompt, shortened.")
     completions: dict[str, str] = Field(
@@ -260,8 +259,8 @@ class Report(BaseModel):
     """A report on the values of a completed job."""
 
     histograms: dict[str, Histogram] = Field(
-        description="Histograms of mean log-probs per token (chosen and rejected, or completion), and of margins (chosen minus"
-        " rejected)."
+        description="Histograms by name. `chosen` and `rejected`, or `completion`: mean log-probs per token. `margin`: log-prob"
+        " sums of chosen minus those of rejected. All values are in nats."
     )
     outliers: list[Outlier] = Field(description="Rows with unusual values: for each value of `why`, up to four rows.")
     bad_rows: list[RowProblem] = Field(

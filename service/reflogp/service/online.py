@@ -43,8 +43,9 @@ class Scored:
         outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
         engine_seconds: seconds from the start of the computation to the request's last outcome. If the worker computes
-            several requests together, they share the start.
-        queue_seconds: seconds between the arrival of the request at the worker and the start of the computation.
+            several requests together, the time can include work on the other requests. 0 if nothing was computed.
+        queue_seconds: seconds between the arrival of the request at the worker and the start of the computation. 0 if nothing
+            was computed.
         snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
     """
 
@@ -58,7 +59,13 @@ class Scored:
 
 @dataclass
 class _Pending:
-    """A request that was sent to a worker but has no response yet."""
+    """A request that was sent to a worker but has no response yet.
+
+    Attributes:
+        deadline: value of time.monotonic() after which the caller stops waiting.
+        began: True if the worker's current process has started to compute the request.
+        deaths: number of worker processes that died while computing the request.
+    """
 
     worker: WorkerHandle
     message: dict[str, Any]
@@ -76,7 +83,7 @@ class OnlineScoring:
     Args:
         settings: settings of the service. `max_queued_tokens` limits the tokens that are queued for each worker.
         registry: the references and their snapshots in the store.
-        metrics: counters to update.
+        metrics: metrics to update.
     """
 
     def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
@@ -118,8 +125,9 @@ class OnlineScoring:
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
-            Problem: 429 with Retry-After if too many tokens are queued, 500 if workers died while computing the request, 503 if
-                no worker can respond, 504 if the deadline has passed.
+            Problem: 429 with Retry-After if too many tokens are queued; 500 if workers died while computing the request; 503 if
+                no worker can respond, the worker still has to read too many bytes of earlier requests, or the model cannot be
+                loaded; 504 if the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -161,8 +169,8 @@ class OnlineScoring:
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
         """After a worker's process has exited, send the worker's unanswered requests to its next process.
 
-        If the exited process was computing a request, the next process computes that request alone. A request fails if the
-        worker is broken, or once _DEATHS processes have died while computing the request.
+        If the exited process was computing a request, the next process computes that request alone. A request fails if several
+        consecutive starts of the worker have failed, or once _DEATHS processes have died while computing the request.
 
         Return True if the exited process was computing any of the requests.
         """

@@ -31,8 +31,8 @@ class _Write:
     """A write to the ledger.
 
     Attributes:
-        then: called once, in the event loop, with the return value of `call`.
-        settled: set when the write has succeeded or has failed for the first time.
+        call, then: see PendingWrites.put.
+        settled: set when the write has succeeded, or when a call of `flush` has ended without executing it.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,12 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job. `begun` is True once the first attempt to write the progress to the ledger has started."""
+    """The latest progress of a job, until it has been written to the ledger.
+
+    Attributes:
+        progress, committed: see Ledger.progressed.
+        begun: True once the first attempt to write the progress to the ledger has started.
+    """
 
     progress: JobProgress
     committed: bool
@@ -50,7 +55,7 @@ class _Progress:
 
 
 class PendingWrites:
-    """A queue of writes that record the progress and final states of jobs.
+    """A queue of writes to the job ledger, such as the progress and the final states of jobs.
 
     Args:
         ledger: the ledger to write to. Its methods are called in threads.
@@ -68,20 +73,23 @@ class PendingWrites:
 
     @property
     def jobs(self) -> set[str]:
-        """Ids of the jobs whose latest state is not in the ledger yet."""
+        """Ids of the jobs that have writes in the queue."""
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
         """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded or has failed for the first time. While the ledger cannot
-        be used, the awaitable completes at once.
+        The returned awaitable completes when the write has succeeded, or when a call of `flush` has ended without executing the
+        write. In the second case, the write stays in the queue. While the ledger cannot be used, the awaitable completes at
+        once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.
             call: function that writes to the ledger. It is called in a thread. If it raises LedgerError, it is called again
-                later, so repeated calls must be safe.
-            then: called in the event loop with the return value of `call`.
+                later, so repeated calls must be safe. If it raises another error, the error is logged and `call` is not called
+                again.
+            then: called once, in the event loop, with the return value of `call`, or with None if `call` raised an error other
+                than LedgerError.
         """
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
@@ -89,7 +97,13 @@ class PendingWrites:
         return self._settled(write)
 
     async def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
-        """Record the progress of a job. New progress replaces earlier progress that has not been written yet."""
+        """Record the progress of a job. New progress replaces earlier progress that has not been written yet.
+
+        Args:
+            job: id of the job.
+            progress, committed: see Ledger.progressed.
+            then: called as in `put`. If this progress replaces earlier progress, the earlier call's `then` is called instead.
+        """
         waiting = self._progress.get(job)
         if waiting is not None and not waiting.begun:
             waiting.progress, waiting.committed = progress, waiting.committed or committed

@@ -1,7 +1,8 @@
 """Start and monitor worker processes, exchange frames with them, and replace those that have exited.
 
-All code in this module runs in the event loop. The pool learns the state of each worker from its `ready`, `loaded`, `pong`
-and `dying` frames, and passes all frames except `pong` to a callback.
+All code in this module runs in the event loop. A frame consists of a JSON object, whose field `op` names the type of the frame,
+and a body of bytes. The pool learns the state of each worker from the worker's `ready`, `loaded`, `pong` and `dying` frames,
+and passes all frames except `pong` to a callback.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
 loads a model or computes a forward pass. A worker that does not answer pings is therefore not just busy: its whole process has
@@ -35,33 +36,41 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 #: A worker counts as broken after this many consecutive failed starts. A start fails if the process ends before it is ready.
 _BROKEN_AFTER = 3
-#: Seconds between checks of a worker's memory use and its answers to pings.
+#: Seconds between checks of a worker's memory use and its answers to pings. A short `silence_seconds` makes the checks more
+#: frequent.
 _LOOK_SECONDS = 2.0
-#: A starting worker gets this many times longer to answer its first ping, because it has to import its libraries first.
+#: A starting worker may take this many times `silence_seconds` to answer its first ping, because it has to import its libraries
+#: first.
 _START_FACTOR = 10
 #: A worker that leaves a ping unanswered counts as late after this fraction of `silence_seconds`, and is killed after
 #: `silence_seconds`.
 _LATE_PART = 0.25
-#: A forward pass that takes longer than this many seconds is logged.
+#: During a long forward pass, a warning is logged each time this many more seconds have passed.
 _LONG_PASS_SECONDS = 600.0
+#: When the pool closes, workers that have not exited after this many seconds are killed.
 _END_SECONDS = 25.0
 #: Interval, in seconds, at which this process returns freed memory to the operating system.
 _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """The pool's view of one worker. If the worker's process exits and is replaced, the WorkerHandle stays the same.
+    """One worker of the pool. If the worker's process exits and is replaced, the WorkerHandle stays the same.
 
     Attributes:
         number: index of the worker, starting at 0.
         ready: True if the worker accepts work, False while it is starting.
         loaded: ids of the references whose engines are loaded.
-        deaths: number of this worker's processes that have exited so far.
-        memory_bytes: resident memory of the process at the last check.
+        deaths: number of times so far that a process of this worker has exited or could not be started.
+        memory_bytes: resident memory of the process at the last check, or 0 if there was no process or its memory is unknown.
+        last_error: reason why the worker's last process exited or could not be started, or "" if there is none. Reset when a
+            new process starts.
         broken: True if several consecutive starts have failed.
         silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
         late: True if an answer to a ping is overdue.
-        doing: what the engine is doing ("load" or "pass") and for how many seconds, or None while the engine is idle.
+        answered: True if the current process has answered at least one ping.
+        asked: True if the latest ping has not been answered yet.
+        doing: what the engine was doing at the last answer to a ping ("load" or "pass") and for how many seconds, or None if
+            the engine was idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -103,7 +112,11 @@ class WorkerHandle:
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """Kill the worker's process. The pool then starts a new process for the worker."""
+        """Kill the worker's process. The pool then starts a new process for the worker, unless the pool is closing.
+
+        Args:
+            why: reason for the log and for error messages.
+        """
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -150,12 +163,14 @@ class Pool:
         configurations: one configuration per worker.
         start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
-        on_death: called after a worker's process has exited, with the worker and the reason, except while the pool is closing.
-        max_worker_bytes: memory limit of a worker, or None for no limit. A worker that uses more is killed, so that the
-            operating system does not kill some other process.
-        silence_seconds: maximum time for a worker to answer a ping. A worker that takes longer is killed. A worker that is
-            still starting may take ten times as long.
-        max_pass_seconds: maximum duration of a forward pass, or None for no limit. A worker whose pass takes longer is killed.
+        on_death: called with a worker and a reason after the worker's process has exited or could not be started. While the
+            pool is closing, it is not called.
+        max_worker_bytes: memory limit of a worker in bytes, or None for no limit. A worker that uses more is killed, so that
+            the operating system does not kill another process instead.
+        silence_seconds: maximum time in seconds for a worker to answer a ping. A worker that takes longer is killed. A worker
+            that is still starting may take ten times as long.
+        max_pass_seconds: maximum duration of a forward pass in seconds, or None for no limit. A worker whose pass takes longer
+            is killed.
     """
 
     def __init__(
@@ -209,7 +224,7 @@ class Pool:
             try:
                 reason = await self._live(worker)
             except ReflogpError as error:
-                reason = f"its process could not be started: {error}"
+                reason = f"the worker's process could not be started: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
                 logger.exception("supervision of worker %d failed", worker.number)
                 reason = f"{type(error).__name__}: {error}"
@@ -228,7 +243,7 @@ class Pool:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """Run one process of a worker, and return why the process exited."""
+        """Start a process for a worker, handle its frames until it exits, and return the reason why it exited."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:

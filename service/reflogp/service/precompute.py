@@ -1,6 +1,7 @@
 """Run precompute jobs: submit jobs, assign them to workers, and record their progress and final states.
 
-The code runs in the event loop; the ledger and files are accessed in threads.
+A precompute job scores a dataset with a reference. The code runs in the event loop, and accesses the ledger and files in
+threads.
 
 Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
 are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs
@@ -47,17 +48,21 @@ from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
-#: A job fails after its worker has died this many times without any progress in between.
+#: A job fails if this many workers have died since values of the job were last committed. A death is not counted if it reduced
+#: the number of suspects (see Claim), or if the worker was computing an online request.
 _DEATHS = 3
-#: How long, in seconds, newer jobs whose model is already loaded may be run ahead of a queued job.
+#: A job that was submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose model is
+#: already loaded.
 _PATIENCE_SECONDS = 60.0
 #: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
+#: `Precompute.watch` yields None after each _ALIVE_SECONDS without a change. After each change, it waits for _EVENT_SECONDS, so
+#: that several changes in quick succession are yielded as one.
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
 #: Maximum size in bytes of a report that the service returns. Reports written by this version are smaller than 200 kB.
 MAX_REPORT_BYTES = 4 << 20
-#: Seconds between probes of a working ledger, between probes of a failing ledger, and between searches for jobs that are
+#: Seconds between probes of a working ledger, between attempts to use a failing ledger, and between searches for jobs that are
 #: recorded as running although no worker is running them.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
@@ -67,7 +72,16 @@ _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class _Running:
-    """A job that is assigned to a worker."""
+    """A job that is assigned to a worker.
+
+    Attributes:
+        claim: the job, as it was claimed from the ledger.
+        in_flight: keys (hex) of the sequences in the worker's current forward pass for this job.
+        cancelled: set when the job was cancelled.
+        stop_reason: reason why the job must stop on its worker, or None if it may continue.
+        began: True once the job has been sent to the worker.
+        counted: the progress that the metrics already include.
+    """
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -174,11 +188,13 @@ class Precompute:
         Args:
             request: the requested job.
             who: name of the submitter.
-            idempotency_key: identifies the job, together with `who`. If None, the job is identified by its content.
+            idempotency_key: identifies the job, together with `who`. If None, the job is identified by its reference,
+                tokenizer, dataset and settings.
             received: path and SHA-256 digest of the dataset's file if the dataset was sent as the request body, otherwise None.
 
         Returns:
-            The job, and True if it is new or False if it already existed.
+            The job, and True if it is new or False if it already existed. An existing job that has failed or was cancelled is
+            queued again.
 
         Raises:
             LedgerError: the ledger cannot be used.
@@ -264,7 +280,7 @@ class Precompute:
         return await self.get(job_id)
 
     async def get(self, job_id: str) -> Job:
-        """Return a job. Raise Problem if the job is unknown."""
+        """Return a job. Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used."""
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(
@@ -280,6 +296,7 @@ class Precompute:
         If several changes follow in quick succession, yield only the last state.
 
         Yield None if nothing has changed for a while, or if the ledger cannot be read. Return early when the service stops.
+        Raise Problem if the job is unknown.
         """
         changed = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(changed)
@@ -308,7 +325,10 @@ class Precompute:
                 del self._watchers[job_id]
 
     def result(self, job_id: str) -> Path:
-        """Return the path of a job's result. The file may not exist yet."""
+        """Return the path of a job's result.
+
+        The worker writes the file at the end of the job, and only if at least one row of the dataset could be read.
+        """
         return self._results / f"{job_id}.parquet"
 
     def report(self, job_id: str) -> Report | None:
@@ -328,7 +348,8 @@ class Precompute:
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         """Handle a frame from a worker.
 
-        The frame reports on the worker's job, carries a message for another worker, or says that the worker is ready.
+        The frame reports on the worker's job, contains a message for another worker, or says that the worker is ready. Other
+        frames, such as those about online requests, are ignored.
         """
         if self._helping.on_frame(worker, message, body):
             return
@@ -427,13 +448,17 @@ class Precompute:
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
-        # the message may contain parts of a dataset or of a chat template
+        # the error may quote a dataset or a chat template, so it can be long and contain secrets
         error = None if error is None else shortened_without_secrets(error)
         finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
         return finish, partial(self._ended, job, state, error)
 
     def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """Count and log the end of a job and notify its watchers. Call this after recording the end in the ledger."""
+        """Count and log the end of a job and notify its watchers. Call this after recording the end in the ledger.
+
+        Args:
+            changed: False if the job had already ended. The end is then neither counted nor logged again.
+        """
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
@@ -549,7 +574,7 @@ class Precompute:
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
-            write = self._finish(claim.id, "failed", error=f"the dataset: {detail}")
+            write = self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
         if self._running.get(worker.number) is not running:
             return  # the worker has died by now
         if running.cancelled.is_set():
@@ -612,9 +637,9 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Return the allowed root folder that contains the dataset of a job that named a path.
+        """Check that a dataset given by its path has not changed. Return the allowed root folder that contains the dataset.
 
-        Raise Problem if the dataset has changed since the job was submitted, or is no longer allowed.
+        Raise Problem if the dataset has changed since the job was submitted, cannot be read, or is no longer allowed.
         """
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:
@@ -631,7 +656,8 @@ class Precompute:
     async def _watch_ledger(self) -> None:
         """Check every few seconds whether the ledger can be written.
 
-        This coroutine never returns. If another service has taken over the ledger, stop all running jobs.
+        Stop all running jobs if another service has taken over the ledger, or if the ledger's file was moved, deleted or
+        replaced. This coroutine never returns.
         """
         while True:
             await to_thread.run_sync(self._ledger.probe)

@@ -46,7 +46,7 @@ _LEDGER_SECONDS = "5"
 class ProblemBody(BaseModel):
     """The body of an error response: a problem in RFC 9457 format."""
 
-    type: str = Field(default="about:blank", description="Kind of problem.")
+    type: str = Field(default="about:blank", description="Always `about:blank`: problems have no types apart from `status`.")
     title: str = Field(description="Name of the HTTP status.")
     status: int
     detail: str = Field(description="Cause of the problem.")

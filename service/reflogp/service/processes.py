@@ -17,7 +17,8 @@ import psutil
 from reflogp.scoring.frames import Frame, receive_frame
 from reflogp.scoring.machine import exit_reason, growing_segments
 
-#: Command that starts a worker, and the buffer size of its pipes in bytes. The header of a frame must fit into the buffer.
+#: Command that starts a worker, and the size in bytes of the buffer for the worker's output. A frame may be longer than the
+#: buffer.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
 BUFFER = 1 << 20
 
@@ -50,7 +51,8 @@ class WorkerProcess(Protocol):
         """Kill the process."""
 
 
-#: Type of a function that starts a worker. It raises ReflogpError if the worker cannot be started.
+#: Type of a function that starts a worker. If the worker cannot be started, the function raises ReflogpError (on a Ray cluster)
+#: or OSError (on this machine).
 Start = Callable[[], Awaitable[WorkerProcess]]
 
 
@@ -107,7 +109,7 @@ async def start_process() -> asyncio.subprocess.Process:
 
 
 def memory_of(pid: int) -> int:
-    """Return the resident memory of a process in bytes, or 0 if the process does not exist."""
+    """Return the resident memory of a process in bytes, or 0 if the process does not exist or cannot be inspected."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

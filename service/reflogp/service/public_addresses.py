@@ -9,8 +9,8 @@ from __future__ import annotations
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
 #: All networks in IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
-#: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included too, because no dataset is served
-#: from a protocol's anycast address. The networks from each registry are followed by networks that other documents reserve.
+#: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included too: they are reserved for
+#: protocols, so no dataset is served from them. After the networks of each registry come networks that are reserved elsewhere.
 SPECIAL_NETWORKS = tuple(
     ip_network(network)
     for network in (
@@ -19,9 +19,9 @@ SPECIAL_NETWORKS = tuple(
         "10.0.0.0/8",  # private use
         "100.64.0.0/10",  # shared address space of carriers
         "127.0.0.0/8",  # loopback
-        "169.254.0.0/16",  # link local; metadata of most clouds
+        "169.254.0.0/16",  # link local; metadata service of most clouds
         "172.16.0.0/12",  # private use
-        "192.0.0.0/24",  # IETF protocol assignments; 192.0.0.192 is metadata of Oracle's cloud
+        "192.0.0.0/24",  # IETF protocol assignments; 192.0.0.192 is the metadata service of Oracle's cloud
         "192.0.0.0/29",  # IPv4 service continuity prefix
         "192.0.0.8/32",  # IPv4 dummy address
         "192.0.0.9/32",  # port control protocol anycast

@@ -92,7 +92,7 @@ logger = logging.getLogger(__name__)
 #: A warning is logged when a worker has waited _SAID_SECONDS for resources on the cluster. A query for a worker's memory use
 #: times out after _ANSWER_SECONDS.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
-#: Seconds after which a relay that has not yet killed its worker is itself killed.
+#: Time limit, in seconds, for a relay to kill its worker process. A relay that takes longer is itself killed.
 _KILL_SECONDS = 10.0
 
 
@@ -186,7 +186,8 @@ class RayWorkers:
     """A service's workers on a Ray cluster.
 
     Attributes:
-        choice: engine and device of each worker.
+        choice: contains the device of each worker, which determines the GPUs or CPUs that Ray reserves for the worker. The
+            engine of each reference is set in the service's settings instead.
         count: number of workers.
         folders: folders that each worker's node must share with the service.
     """
@@ -196,9 +197,9 @@ class RayWorkers:
     folders: tuple[Path, ...]
 
     async def start(self) -> WorkerProcess:
-        """Start a worker on a node with free resources.
+        """Start a worker on a node with enough free resources.
 
-        If no node has free resources, wait until one does, and log a warning if this takes long.
+        If there is no such node yet, wait until there is one, without a time limit, and log a warning after _SAID_SECONDS.
 
         Raises:
             UsageError, EngineError: the worker could not be started. If the error was raised on a node, its message names the
@@ -243,12 +244,12 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     Args:
         address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
             $RAY_ADDRESS, or "local" if the variable is not set.
-        device: auto, cpu or cuda.
+        device: cpu, cuda, or auto (cuda if the cluster has a GPU, otherwise cpu).
         count: number of workers; None means as many workers as fit on all current nodes of the cluster.
         store: URI of the store.
         state: state folder of the service.
 
-    Raise UsageError if there is no cluster at the address or `device` has any other value, and StoreUnavailableError if the
+    Raise UsageError if there is no cluster at the address or `device` is none of these values, and StoreUnavailableError if the
     store's folder cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)

@@ -71,7 +71,7 @@ class ReferenceRegistry:
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id.
 
-        Raise UsageError if the store's path exists but is not a store.
+        Raise UsageError if the store is a local path that exists but is not a store.
         """
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
@@ -87,7 +87,9 @@ class ReferenceRegistry:
         ]
 
     def model_of(self, name_or_id: str) -> Reference:
-        """Return the reference with the given name or id. The service has models only for references in the settings.
+        """Return the reference in the settings that has the given name or id.
+
+        The service has no models for references that are only in the store.
 
         Raise ReferenceNotFoundError if the reference is unknown, or is in the store but not in the settings.
         """
@@ -101,7 +103,7 @@ class ReferenceRegistry:
         return found
 
     def tokenizer_digest(self, reference: Reference) -> str | None:
-        """Return the digest of the tokenizer files now in the folder of a reference's model, or None if they cannot be read."""
+        """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
                 with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
@@ -122,7 +124,7 @@ class ReferenceRegistry:
         """Return the table of a reference.
 
         Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
-        store's path exists but is not a store.
+        store is a local path that exists but is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
@@ -139,7 +141,9 @@ class ReferenceRegistry:
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
-        """Return True if the store's path exists but is not a store.
+        """Return True if the store is a local path that exists but is not a store.
+
+        Call this method only after the store has raised UsageError.
 
         A path that does not exist counts as an empty store. A folder with an incomplete table also counts as an empty store,
         because the table is still being created, or was left behind by an interrupted command (for example, when the disk was
@@ -154,8 +158,8 @@ class ReferenceRegistry:
         Args:
             number: number of the snapshot, or None for the latest snapshot.
 
-        Raise ReferenceNotFoundError, SnapshotNotFoundError or StoreUnavailableError if the snapshot does not exist or cannot be
-        read.
+        Raise the same errors as `table`, SnapshotNotFoundError if the snapshot does not exist or can no longer be read, and
+        StoreUnavailableError if the table cannot be read.
         """
         table = self.table(name_or_id)
         with self._lock:  # tables are not thread-safe, but snapshots with a loaded index are

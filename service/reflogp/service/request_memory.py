@@ -25,8 +25,8 @@ _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 5
 #: By default, requests may use one eighth of the memory of the machine or container, but at least _LEAST_BYTES.
 _DEFAULT_PART, _LEAST_BYTES = 8, 256 << 20
 _STATE_KEY = "memory"
-#: Parameter of mallopt (malloc.h) to set, and its value. When blocks of at least this size are freed, glibc returns them to the
-#: operating system.
+#: Parameter of mallopt (malloc.h) to set, and its value in bytes. When blocks of at least this size are freed, glibc returns
+#: them to the operating system.
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 

@@ -1,8 +1,8 @@
 """Resolve the dataset paths in requests, and reject paths outside the root folders that an administrator has allowed.
 
-These functions block. A path is resolved when its job is submitted, and again when the job starts. As a further check, the
-worker opens the dataset's files through `confined_paths`, and reads them only if their content has the digest that
-`resolve_path` returned.
+The functions in this module read files, so call them in a thread. A path is resolved when its job is submitted, and again when
+the job starts. As a further check, the worker opens the dataset's files through `confined_paths`, and reads them only if their
+content has the digest that `resolve_path` returned.
 
 A path outside the roots gets the same response whether it exists or not.
 """
@@ -21,15 +21,16 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 
 
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
-    """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of its content.
+    """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of the content.
 
     For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative path and the sha256 of every
     dataset file in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
     not read them.
 
     Raises:
-        Problem: 403 if the path is hidden or not inside an allowed root folder, 404 if it does not exist, 409 if it is being
-            written to, 422 if it is malformed or is not a dataset.
+        Problem: 403 if the path leads outside the allowed root folders or contains a hidden file or folder, 404 if the file or
+            folder does not exist or cannot be opened, 409 if the dataset is being written to, 422 if the path is malformed or
+            is not a dataset.
     """
     if not settings.dataset_roots:
         raise Problem(403, "this service does not accept dataset paths (its setting dataset_roots is empty)", _UPLOAD)

@@ -1,7 +1,7 @@
 """Set up logging and run a service with uvicorn until SIGTERM or Ctrl-C.
 
 The log consists of lines of text or, with the setting `log_format = "json"`, of one JSON object per line. Records about a job
-include the job's id.
+include the job's id, and records about a request include the request's id.
 
 When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests have
 _GRACE_SECONDS seconds to finish. After that, running jobs commit the values that they have computed so far, and the workers
@@ -32,7 +32,7 @@ class _ForPrograms(JsonFormatter):
     """A log formatter that writes each record as a JSON object in ASCII.
 
     Because control characters and non-ASCII characters are escaped, nothing in a record can end the JSON object or send control
-    codes to a terminal.
+    codes to a terminal. Secrets in a record's texts are hidden.
     """
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:

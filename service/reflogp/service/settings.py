@@ -9,7 +9,7 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…"                            # of the token; `reflogp token trainers` prints these lines
+    sha256 = "…"                            # digest of the token; `reflogp token trainers` prints these four lines
     scopes = ["read", "score"]
 """
 
@@ -32,7 +32,8 @@ from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
-#: What a token permits. read: look up values and view pages; score: compute values; admin: everything.
+#: What a token permits. read: all requests that only read. score: submit, cancel and retry jobs, send and delete uploads, and
+#: score sequences online. admin: everything that read and score permit.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
@@ -57,12 +58,14 @@ class ReferenceSettings(BaseModel):
         description="Dtype of the logits: `float32`, or the same as `dtype` (the default). It is part of the reference id.",
     )
     revision: str | None = Field(None, description="Revision of the model on the Hub.")
-    trust_remote_code: bool = Field(False, description="Run the modeling code that comes with the checkpoint.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or its tokenizer.")
     engine: EngineName = Field(
         "torch", description="Engine that computes log-probs: `torch`, `vllm` or `remote` (a running `vllm serve`)."
     )
     vllm_python: str | None = Field(
-        None, description="vllm: Python interpreter of vLLM's environment. Default: $REFLOGP_VLLM_PYTHON."
+        None,
+        description="vllm: Python interpreter of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or the "
+        "Python that runs the worker.",
     )
     tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs to shard the model over.")
     vllm_options: dict[str, Any] = Field(
@@ -81,7 +84,7 @@ class ReferenceSettings(BaseModel):
     check_claim: bool = Field(
         True,
         description="remote: before storing any values, score a few sequences both locally and on the server, and compare the "
-        "values.",
+        "values. If they differ too much, nothing is stored, and the job or request fails.",
     )
 
     @model_validator(mode="after")
@@ -115,7 +118,7 @@ class TokenSettings(BaseModel):
     """A bearer token. The settings contain only the token's digest, not the token itself."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str = Field(description="Name of the token's user, for logs.")
+    name: str = Field(description="Name of the token's user, shown in logs and as the submitter of jobs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 digest of the token.")
     scopes: set[Scope] = Field(description="The token's scopes: any of `read`, `score` and `admin`.")
 
@@ -186,7 +189,9 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Number of days to keep ended jobs, their results, and dataset files that no upload or job uses.",
+        description="Number of days to keep ended jobs and their results. Received dataset files that no upload or job uses "
+        "any more are kept for the same time, unless space runs out. Fetched datasets are deleted once no unfinished job needs "
+        "them.",
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
@@ -206,13 +211,13 @@ class ServerSettings(BaseSettings):
     )
     ray_address: str | None = Field(
         None,
-        description="Address of the Ray cluster: `auto`, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS. If that is not "
-        "set, the service starts Ray on this machine.",
+        description="Address of the Ray cluster: `auto`, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS. If this "
+        "variable is not set, the service starts Ray on this machine.",
     )
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="Number of workers on Ray. Default: one per GPU in the cluster, or one per CPU if the cluster has no GPUs.",
+        description="Number of workers on Ray. Default: one per GPU in the cluster, or one per CPU if the workers use no GPUs.",
     )
     token_budget: int | Literal["auto"] = Field(
         "auto", description="Maximum number of tokens in one forward pass; auto chooses a number based on free memory."
@@ -272,7 +277,12 @@ class ServerSettings(BaseSettings):
     max_queued_tokens: int = Field(
         16 << 20, gt=0, description="Maximum number of tokens queued for a worker; further requests are rejected with 429."
     )
-    deadline_seconds: float = Field(300.0, gt=0, description="Deadline in seconds for scoring requests without deadline_ms.")
+    deadline_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="Maximum time in seconds that a scoring request without deadline_ms waits for its values. After that, the "
+        "request is rejected with 504.",
+    )
     # datasets
     dataset_roots: list[Path] = Field(
         default_factory=list, description="Folders with datasets. Jobs may name any file or subfolder in them. Default: none."
@@ -280,14 +290,15 @@ class ServerSettings(BaseSettings):
     dataset_uris: list[str] = Field(
         default_factory=list,
         description="Prefixes of the URIs by which jobs may name datasets, such as https://host/folder/, "
-        "s3://bucket/folder/ or hf://datasets/organisation/name. Default: none. A host named in "
-        "a prefix is trusted, even in a private network; https:// alone allows all hosts with public addresses.",
+        "s3://bucket/folder/ or hf://datasets/organisation/name. Default: none. If a prefix names a host, that host is "
+        "trusted, even if its address is in a private network. The bare prefix https:// allows any host that has only public "
+        "addresses.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")
     max_uploads_bytes: int = Field(
         64 << 30, gt=0, description="Maximum total size in bytes of all uploads and fetched datasets."
     )
-    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; further uploads are rejected.")
+    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; further uploads are rejected with 507.")
     max_fetches: int = Field(
         4, gt=0, description="Maximum number of datasets that are fetched at the same time; further fetches wait."
     )
@@ -340,7 +351,7 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _pinned_is_known(self) -> ServerSettings:
         if self.pinned is not None and self.pinned not in self.references:
-            raise ValueError(f"pinned {self.pinned!r}: unknown reference")
+            raise ValueError(f"pinned is {self.pinned!r}, but the settings contain no reference with this name")
         return self
 
     @model_validator(mode="after")
@@ -391,9 +402,10 @@ def _said(error: ErrorDetails) -> str:
 
 
 def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
-    """Read the settings from flags, the environment and a TOML file. Flags that are None are ignored.
+    """Read the settings from flags, the environment and the TOML file `file`, if any. Flags that are None are ignored.
 
-    Raise UsageError if a setting is invalid. The message names the setting and says what is wrong.
+    Raise UsageError if the file does not exist or cannot be parsed, or if settings are invalid. The message says what is wrong
+    with up to three of the invalid settings.
     """
     if file is not None and not Path(file).is_file():
         raise UsageError(f"settings file {file} does not exist")

@@ -5,14 +5,16 @@ browser behind the firewall that protects the service. Three headers distinguish
 requests made by this service's own pages or by programs:
 
 - Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
-  rebinding), so unknown host names are rejected.
-- Sec-Fetch-Site says whether the page shares this service's origin, shares only its site, or belongs to another site.
-  Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site over HTTPS and to loopback addresses.
+  rebinding), so unknown host names are rejected (SameSiteGuard states the exceptions).
+- Sec-Fetch-Site says whether the page that sent the request has the same origin as this service, has only the same site, or
+  belongs to another site. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site only over HTTPS and to loopback
+  addresses.
 - Origin is the scheme, host and port of the page's URL. Browsers send Origin with every request that can change something.
 
 Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that can
 change something are checked in the same way as in Go's net/http.CrossOriginProtection. For requests with read-only methods, the
-checks follow the standard resource isolation policy (web.dev/articles/fetch-metadata).
+checks are stricter than the standard resource isolation policy (web.dev/articles/fetch-metadata): a page that has only the same
+site as this service is treated like a page of another site, and such pages cannot show this service's pages in frames.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ HEADERS = {
 }
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Values of Sec-Fetch-Dest for a page that is opened through a link, as opposed to a frame, object or image in another page.
+#: Values of Sec-Fetch-Dest ("" if the header is missing) in requests for a page that is opened through a link, as opposed to a
+#: frame, object or image in another page.
 _OPENED = ("document", "")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
@@ -65,8 +68,8 @@ class SameSiteGuard:
     """ASGI middleware that rejects requests that browsers send on behalf of other sites' pages.
 
     Args:
-        allowed_hosts: host names to accept in requests. `*.example.org` accepts all subdomains of example.org. Loopback names
-            are always accepted.
+        allowed_hosts: host names and IP addresses to accept in the Host header. `*.example.org` accepts all subdomains of
+            example.org. Loopback addresses, `localhost` and its subdomains are always accepted.
         has_tokens: True if the service requires tokens. A service that requires tokens accepts all IP addresses and, if
             `allowed_hosts` is empty, all names. This is safe, because a page under an attacker's host name has neither a token
             nor a cookie for this service.
@@ -155,7 +158,10 @@ def _names(origin: str, headers: Headers) -> bool:
 
 
 def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """Parse the authority part of a URL. Return the host and port, or None if the text is invalid."""
+    """Parse the authority part of a URL (host and optional port).
+
+    Return the host and the port, or None if the text is invalid. If the text has no port, return the scheme's default port.
+    """
     found = _HOST.fullmatch(authority)
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 

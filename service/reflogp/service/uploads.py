@@ -30,13 +30,13 @@ from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 
 _PARTIAL = ".partial-"
-#: Number of bytes to collect in memory before they are written to disk, outside the event loop.
+#: Number of received bytes to collect in memory before a background thread writes them to disk.
 _WRITE_BYTES = 256 << 10
 #: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep the upload open
 #: by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: Grace period after a file was received or resolved. During this time the file is not deleted, because a job that uses it may
-#: be about to be recorded.
+#: Time for which a file is kept after it was received or returned by `resolve`, because the job that will use the file may not
+#: be in the ledger yet.
 _GRACE = timedelta(minutes=10)
 _MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME); freeing their space may take ten minutes"
 
@@ -79,9 +79,9 @@ class UploadFolder:
             The upload, and whether its name is new.
 
         Raises:
-            Problem: 400 if the content does not have the declared length, 408 if it arrives too slowly, 413 if the file is too
-                large, 422 if the name is invalid or the file is empty, 507 if there is not enough space or there are too many
-                uploads.
+            Problem: 400 if the content does not have the declared length, 408 if the content arrives too slowly, 413 if the
+                file is too large, 422 if the name is invalid, its suffix is not supported or the file is empty, 507 if there is
+                not enough space or there are too many uploads.
         """
         file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)

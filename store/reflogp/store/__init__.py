@@ -1,7 +1,7 @@
 """Store reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
 
-This package needs only numpy, pyarrow and deltalake, and imports no other part of reflogp. deltalake is imported only when a
-name that needs it is first used, so keys and joins work without deltalake.
+This package needs only numpy, pyarrow and deltalake (for the Hugging Face Hub, also huggingface_hub), and imports no other part
+of reflogp. deltalake is imported only when a name that needs it is first used, so keys and joins work without deltalake.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Checkpoint:
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model. A hub model that is not in the hub's cache yet is downloaded first.
+    """Return the local folder of a model. For a hub model, first download the files that huggingface_hub's cache lacks.
 
     Args:
         model: a folder (its path is returned) or a hub id.
@@ -149,17 +149,20 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a folder's config and check that every weight file exists and is complete.
 
-    If the folder contains an adapter, the base model that its adapter_config.json names is read too.
+    If the folder contains adapter_config.json but no config.json, the base model that adapter_config.json names is read too.
+    Its name is tried as a path relative to the adapter's folder, then as a path relative to the working directory, and then as
+    a hub id.
 
     Args:
         folder: a model folder, or a PEFT adapter's folder.
 
     Returns:
-        A Checkpoint: the config and the paths of the weight files. No tensor is loaded.
+        A Checkpoint: the config and the paths of the weight files (for an adapter, those of the base model), and the adapter.
+        No tensor is loaded.
 
     Raises:
         UsageError: the folder has neither config.json nor adapter_config.json, or an adapter's base model cannot be used.
-        CheckpointError: the weights are missing, truncated or unreadable, or exist only as pickles.
+        CheckpointError: a config cannot be read, or the weights are missing, truncated or unreadable, or exist only as pickles.
 
     Examples:
         >>> from pathlib import Path

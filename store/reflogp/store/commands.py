@@ -22,8 +22,8 @@ class ScoreArguments:
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: compute dtype of the reference model, or "auto" for the dtype of the model's log-probs in the store (if the
-            store has no log-probs of the model, the engine's default dtype).
+        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model's log-probs in the store were
+            computed. If the store has no log-probs of the model, "auto" is the engine's default dtype.
         settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
             later, when the values are summed.
         lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
@@ -70,8 +70,10 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block fails because the store does not exist or has no values of the model, extend the error message:
-    advise the user to score the data with `command`."""
+    """If the `with` block raises StoreNotFoundError or ReferenceNotFoundError, append `command` to the error's message.
+
+    `command` is the command line that scores the data. All other errors are passed on unchanged.
+    """
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

@@ -32,14 +32,15 @@ from reflogp.store.table import LogprobTable
 SHARD_BYTES = 128 << 20
 #: Shards with fewer bytes than this count as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: Maximum number of small shards before a writer compacts them. Each writer adds a small random number to this limit, so that
-#: writers that share a table do not all start compacting at the same time.
+#: Maximum number of small shards before a writer compacts them. Each writer adds a random number below
+#: _SMALL_SHARDS_SPREAD to this limit, so that writers that share a table do not all start compacting at the same time.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
 #: Maximum number of overlapping shards that one pass merges. A pass keeps one row group (4 MB) of each shard in memory. If more
 #: shards overlap, they are merged in several passes.
 _MERGED_AT_ONCE = 128
-#: How many hours vacuum keeps replaced shards (for readers of older snapshots) and uncommitted shards (for their writers).
+#: Default retention period of `vacuum`, in hours. During this period, readers of older snapshots can read replaced shards, and
+#: writers can commit files that they have written.
 RETENTION_HOURS = 168
 
 
@@ -72,9 +73,11 @@ def compact(
     Args:
         table: the table to compact.
         only_small: if True, merge only shards below SMALL_BYTES, as scoring does automatically. If False, merge all shards, or
-            do nothing if their key ranges do not overlap and no shard is larger than twice `shard_bytes`.
+            do nothing if their key ranges do not overlap and no shard is larger than twice `shard_bytes`. In both cases, a
+            single shard is never rewritten.
         shard_bytes: approximate size of the new shards in bytes.
-        progress: called with (rows written, total rows).
+        progress: called with (rows written, total rows). If the shards are merged in several steps, both
+            numbers refer to the current step.
 
     Returns:
         A Compacted with the number of shards before and after the compaction, and the number of rewritten rows.
@@ -210,19 +213,21 @@ def vacuum(
     Args:
         table: the table to vacuum.
         retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
-            Choose more hours than any reader uses an old snapshot, and more than any writer takes to prepare a commit.
-        dry_run: if True, delete nothing, and only return the files that would be deleted.
+            This time must be longer than any reader uses an old snapshot, and longer than any writer takes from writing a file
+            to committing it.
+        dry_run: if True, delete nothing, and only return the paths of the files that would be deleted.
         alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
             store.
 
     Returns:
-        The deleted files.
+        The paths of the deleted files, relative to the table's folder.
 
     Raises:
         UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
         DamagedStoreError: the log is damaged or a shard is missing. Nothing is deleted, because a repair may need files that
             seem unused.
-        StoreUnavailableError: this machine's clock is behind the table's last commit, or the store cannot be written to.
+        StoreUnavailableError: the table's last commit is more than 1 minute ahead of this machine's clock, or the store cannot
+            be read or written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, vacuum
@@ -256,7 +261,7 @@ def vacuum(
 
 
 def _require_every_file(table: LogprobTable) -> None:
-    """Raise DamagedStoreError if the log or a checkpoint is damaged, or if a shard that the log lists is missing."""
+    """Raise DamagedStoreError if the log or one of its checkpoints is damaged, or if a shard that the log lists is missing."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems

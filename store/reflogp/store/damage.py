@@ -1,7 +1,7 @@
 """Verify the log and the shards of a table, and repair damage.
 
-Verification reads the whole table. A repair removes damaged shards, with all their rows, and rewrites damaged
-log entries from their readable parts.
+Verification reads the whole table. A repair removes damaged shards, with all their rows, and rewrites damaged log entries from
+their readable parts. If a log entry is missing, the repair also restores the rows of undamaged shards that no log entry names.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
     """Repair the log, then remove damaged shards in one commit. The next scoring run with the same data computes the removed
     log-probs again.
 
+    If a log entry is missing, the rows of undamaged shards that no other log entry names are appended to the table.
+
     No other process should write to the store during a repair. The original content of a damaged log entry is kept in the
-    folder `_damaged`.
+    table's subfolder `_damaged`.
 
     Args:
         table: the table that was verified.
@@ -94,7 +96,7 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
         The repaired table, as a new object.
 
     Raises:
-        StoreUnavailableError: the store cannot be written to.
+        StoreUnavailableError: the store cannot be read or written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, repair, verify
@@ -116,10 +118,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
 
 def _bring_back(table: LogprobTable) -> None:
-    """Append to the table the rows of all undamaged shards that no log entry names.
+    """Append the rows of all undamaged shards that no log entry names.
 
-    Each of these shards was either committed by a log entry that is now lost, or left behind by a writer that crashed. Either
-    way, its rows are valid values of this reference. If the table already has values for a key, those values are kept.
+    Each of these shards was either committed by a log entry that is now lost, or left behind by a writer that crashed. In both
+    cases, its rows contain valid values of this reference. If the table already has values for a key, those values are kept.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
@@ -130,7 +132,10 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged log entries, and delete the log's checkpoints, which may have been built from the damaged entries."""
+    """Rewrite damaged log entries, and delete all checkpoints of the log, because they may have been built from these entries.
+
+    `files` lists the paths of the damaged log entries and checkpoints. If it is empty, nothing is changed.
+    """
     if not files:
         return
 

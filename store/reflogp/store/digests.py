@@ -33,8 +33,8 @@ _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 #: A file that changed less than this many seconds ago may change again without getting a new change time. The value includes a
 #: margin for inaccurate clocks.
 _RECENT_SECONDS = 120.0
-#: Waiting times, in seconds, that are longer than one step of a file system's clock: a tick of the kernel's clock, or two
-#: seconds on file systems that store whole seconds.
+#: Waiting times, in seconds, that are longer than one step of a file system's clock. On most file systems, a step is one tick
+#: of the kernel's clock. On file systems whose times are whole seconds, a step can be as long as two seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
 #: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
@@ -88,7 +88,7 @@ class OpenFile:
 
     @classmethod
     def open(cls, path: Path) -> OpenFile:
-        """Open the file at `path`. Raises OSError if the path is not a readable file."""
+        """Open the file at `path`. Raises OSError if the file does not exist or cannot be opened."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(path, descriptor, FileIdentity.of(os.fstat(descriptor)), FileIdentity.of(path.lstat()))

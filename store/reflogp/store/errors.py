@@ -3,13 +3,13 @@
 ReflogpError                    base class of every error that reflogp raises deliberately; the CLI shows no traceback for it
 ├── UsageError                  an argument is invalid: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
-└── StoreError                  something is wrong with the store or with a checkpoint
+└── StoreError                  something is wrong with the store, a checkpoint or another file that reflogp reads
     ├── StoreFormatError        the store was written by a newer version of reflogp
-    ├── StoreUnavailableError   the store cannot be opened, read or written
-    ├── DamagedStoreError       parts of the store are damaged, but the call needs the whole store
+    ├── StoreUnavailableError   the store or the Hugging Face Hub cannot be reached, read or written to
+    ├── DamagedStoreError       a part of the store that the call needs is damaged
     ├── ReferenceNotFoundError  the store has no values for this reference model
-    ├── SnapshotNotFoundError   there is no snapshot with this number, or it was vacuumed
-    ├── CheckpointError         weight files are missing, truncated or in a format that is not accepted
+    ├── SnapshotNotFoundError   the table has no snapshot with this number, or the snapshot can no longer be read
+    ├── CheckpointError         weights are missing, or a file of a model is damaged or in a format that is not accepted
     └── FileChangedError        a file was replaced or written to while it was being read
         └── ContentMismatchError   the file's content does not match the expected id or digest
 
@@ -30,7 +30,7 @@ class StoreNotFoundError(UsageError):
 
 
 class StoreError(ReflogpError):
-    """Something is wrong with the store or with a model's checkpoint."""
+    """Something is wrong with the store, a model's checkpoint or another file that reflogp reads."""
 
 
 class StoreFormatError(StoreError):
@@ -38,11 +38,11 @@ class StoreFormatError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be opened, read or written."""
+    """The store or the Hugging Face Hub cannot be reached, read or written to."""
 
 
 class DamagedStoreError(StoreError):
-    """Parts of the store are damaged, but the call (for example, a write) needs the whole store."""
+    """A part of the store that the call needs is damaged. A write, for example, needs the reference's whole table."""
 
 
 class StoreDamageWarning(UserWarning):
@@ -50,15 +50,15 @@ class StoreDamageWarning(UserWarning):
 
 
 class ReferenceNotFoundError(StoreError):
-    """The store has no table for the requested reference id."""
+    """The store or service has no values for the requested reference model."""
 
 
 class SnapshotNotFoundError(StoreError):
-    """The table has no snapshot with the requested number, or that snapshot can no longer be read."""
+    """The table has no snapshot with the requested number, or the snapshot can no longer be read."""
 
 
 class CheckpointError(StoreError):
-    """A model folder's weight files are missing or truncated, or in a format that reflogp does not accept."""
+    """A model's weights are missing, or a file of the model is damaged or in a format that reflogp does not accept."""
 
 
 class FileChangedError(StoreError):

@@ -133,7 +133,8 @@ def export_table(
 
     Raises:
         UsageError: the folder is not empty, or cannot be written to.
-        DamagedStoreError: a shard is damaged.
+        DamagedStoreError: a shard is damaged or missing.
+        StoreUnavailableError: the store cannot be read.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, export_table
@@ -197,12 +198,13 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
             then written.
 
     Returns:
-        An Imported with two counts, of the rows in the export and of the rows written, and the snapshot number of a snapshot
-        that contains all the rows.
+        An Imported with the number of rows in the export, the number of rows written, and the number of a snapshot that
+        contains all the rows.
 
     Raises:
-        UsageError: the folder is not an export, or its rows are invalid. Nothing is written.
-        StoreError: the store cannot be written to.
+        UsageError: the folder is not an export, its files are missing or damaged, or its rows are invalid. Nothing is written.
+        StoreError: the store cannot be written to, or a file in the folder can no longer be read. Rows that were written before
+            the error are kept.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, export_table, import_folder
@@ -288,7 +290,7 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
     Args:
         reference: the reference model whose log-probs the export contains.
         snapshot: the snapshot number.
-        rows, tokens: how many rows the export has, and how many log-probs.
+        rows, tokens: number of rows and number of log-probs in the export.
         made: number of rows with each provenance. A provenance is a JSON string that tells how a row's values were computed.
     """
     engines: Counter[str] = Counter()

@@ -1,8 +1,7 @@
-"""Read files from dataset repositories on the Hugging Face Hub, and publish the log-probs of one reference model as a dataset
-repository.
+"""Read files from dataset repositories on the Hugging Face Hub, push tables to repositories, and pull them into a store.
 
-A published repository contains the files of an export (exchange.py). All requests go through huggingface_hub, which must be
-installed.
+A push writes the files of an export (exchange.py), which contain the log-probs of one reference model. All requests go through
+huggingface_hub, which must be installed.
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ from reflogp.store.texts import counted
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: Prefix of the URI of every file on the Hub.
+#: Prefix of every URI of a repository or file on the Hub.
 SCHEME = "hf://"
 _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
-# The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet. No other revision with slashes is supported.
+# The Hub copies datasets to Parquet files in the revision refs/convert/parquet. A file's URI can have no other revision with
+# slashes.
 _FILE = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
 )
@@ -191,7 +191,7 @@ def push_table(
 
     Args:
         table: the table to push.
-        uri: hf://datasets/ORGANISATION/NAME. The repository is created if it does not exist.
+        uri: hf://datasets/ORGANISATION/NAME, without a revision. The repository is created if it does not exist.
         snapshot: the snapshot to push, or None for the latest.
         public: whether to make the repository public if the push creates it; by default, it is private.
         replace: whether to push even if the repository is damaged or has rows that the snapshot lacks.
@@ -242,8 +242,10 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
             then written.
 
     Raises:
-        UsageError: the repository does not exist, reflogp did not push it, or its files are damaged. Nothing is written.
+        UsageError: the repository does not exist, the token has no permission to read it, reflogp did not push it, or its files
+            are damaged. Nothing is written.
         StoreUnavailableError: the Hub cannot be reached.
+        StoreError: the store cannot be written to.
     """
     repository = _Repository(HubPlace.parse(uri))
     if not repository.exists():
@@ -264,7 +266,7 @@ class _Repository:
         self._api = _api()
         self.place = place
         self.commit = ""
-        self._sha256: dict[str, str | None] = {}  # sha256 of each large file by path; None for a small file
+        self._sha256: dict[str, str | None] = {}  # sha256 of each file, by path; None for files that are not in Git LFS
 
     def exists(self) -> bool:
         """Return whether the repository exists. If it does, record the revision's commit and files.
@@ -352,7 +354,7 @@ class _Repository:
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
-        # Without a readable contents.json, every file that has the name of an exported shard is taken for one.
+        # If contents.json is damaged, every file with the name of an export's Parquet file counts as part of the old export.
         before = there.data if there is not None else filter(DATA_FILE.fullmatch, self._sha256)
         with told(self.place):
             done = self._api.upload_folder(
@@ -389,8 +391,9 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
             raise _damaged(repository.place, f"{name} cannot be read ({sentence(error)})") from error
     if lacking:
         raise UsageError(
-            f"{repository.place} has {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
-            f"`reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with --replace"
+            f"{repository.place} has values of {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store "
+            f"lacks: run `reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with "
+            "--replace"
         )
 
 
@@ -411,7 +414,7 @@ def told(place: HubPlace) -> Iterator[None]:
     """Convert the errors that huggingface_hub raises in the `with` block into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # the base class of HTTP errors in the library that this huggingface_hub uses, requests or httpx
+    # the class HTTPError of the HTTP library that the installed version of huggingface_hub uses, such as requests or httpx
     network: type[Exception] = next(parent for parent in HfHubHTTPError.__mro__ if parent.__name__ == "HTTPError")
     try:
         yield

@@ -46,15 +46,15 @@ PROCESSED_COLUMNS = (
 )
 #: Columns that contain messages.
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
-#: A content part whose type contains one of these words is not text. A part without a type is not text if it has a media key.
+#: A content part is not text if its type contains one of these words, or if one of the keys in `_PART_KEYS` has a value.
 _MEDIA_WORDS = ("image", "video", "audio", "file")
 _PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
 
 #: The smallest image id. All token ids are smaller.
 FIRST_IMAGE_ID = 1 << 31
 DIGEST_BYTES = 16
-#: Minimum number of tokens in an image. An image with fewer tokens is refused, because 31 bits per token would not be enough to
-#: identify the image reliably.
+#: Minimum number of image tokens for one image. An image with fewer tokens is refused: an image id contains only 31 bits of a
+#: hash, so fewer ids do not identify the image reliably.
 FEWEST_TOKENS = 4
 #: Attributes of an image processor that affect neither the pixels nor the number of tokens.
 _NOT_SETTINGS = frozenset(
@@ -95,8 +95,8 @@ def media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return a content part's `type` if it names a medium. Otherwise, return the part's first media key, such as `image_url`,
-    or None if the part has no such key."""
+    """Return a content part's `type` if it names a medium. Otherwise, return the part's first media key that has a value, such
+    as `image_url`, or None if there is no such key."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -221,8 +221,8 @@ class ImageTokens:
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
 
-        Raises UsageError if the tokenizer has neither an EOS token nor a padding token. One of them is put between the images,
-        so that each image's tokens can be counted.
+        To count each image's tokens, the tokenizer's EOS token (or else its padding token) is put between the images. Raises
+        UsageError if the tokenizer has neither of them, or if the processor adds or removes such tokens.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -311,8 +311,8 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace an array of pixels with an array of the same shape and dtype that stores only a single zero. Return other values
-    unchanged."""
+    """Replace each floating-point array or tensor, such as the pixels, with one of the same shape and dtype that stores only a
+    single zero. Return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

@@ -1,7 +1,8 @@
 """Look up keys in a sorted index. For each key, the index points to the row with the most log-probs.
 
-An index is either kept in memory, for all keys of a snapshot, or built for a single lookup, from only the row groups that can
-contain the lookup's keys. This module reads no files.
+An index consists of layers. If several layers have an entry for a key, the entry with the most log-probs is used. An index is
+either kept in memory, for all keys of a snapshot, or built for a single lookup, from only the row groups that can contain the
+lookup's keys. This module reads no files.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """The results of looking up n keys: where each key's row is stored, and the number and sum of its values.
+    """The results of looking up n keys: where each key's row is stored, and the number and sum of the row's values.
+
+    All arrays have shape (n,).
 
     Attributes:
         length: number of stored values, int32, or MISS if the key was not found.
         total: sum of the values, float64, or NaN if the key was not found.
-        file, row: index of the shard, and index of the row in the shard, int32.
+        file, row: index of the shard, and index of the row in the shard, int32; 0 if the key was not found.
     """
 
     length: npt.NDArray[np.int32]
@@ -75,7 +78,12 @@ class Places:
 
 @dataclass(frozen=True)
 class Layer:
-    """Index entries sorted by key. Each key has one entry, which points to the key's row with the most log-probs."""
+    """Index entries of one or more shards, sorted by key. Each key has one entry: that of its row with the most log-probs.
+
+    Attributes:
+        hi, lo: first and second 64-bit word of each key; see `keys_as_words`.
+        length, total, file, row: as in `Places`.
+    """
 
     hi: Words
     lo: Words
@@ -101,7 +109,7 @@ class Layer:
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """Merge layers into one. The list `layers` is emptied, so that no entry is in memory twice."""
+        """Merge layers into one. The list `layers` is emptied, so that each array can be freed once it is copied."""
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:
@@ -122,7 +130,7 @@ class Layer:
         """Return the index of each key in this layer, int64 of shape (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
-        while True:  # the chance that two keys have the same first half is 1 in 2**64
+        while True:  # one iteration almost always suffices: two keys have the same `hi` with a probability of 1 in 2**64
             inside = np.minimum(at, size - 1)
             beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
             if not beside.any():

@@ -1,4 +1,4 @@
-"""Join reference log-probs from a snapshot into tokenized rows, by key.
+"""Join reference log-probs from a store, a service or another source into tokenized rows, by key.
 
 The token columns have the same names as in TRL's tokenized datasets, and the joined columns are the ones that TRL's losses
 read. Every join uses this module, so truncation and ld_alpha have the same effect in all of them.
@@ -20,7 +20,8 @@ from reflogp.store.keys import token_lists
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
-#: Name of the reference column for each token column, as in TRL (trl/trainer/{dpo,kto}_trainer.py, signature columns).
+#: Name of the reference column for each token column, as in TRL (trl/trainer/dpo_trainer.py and kto_trainer.py,
+#: `_set_signature_columns_if_needed`).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
 #: Column of a joined file with each row's index in the dataset, starting at 0. There are gaps, because rows without values are
@@ -63,7 +64,7 @@ class Asked:
         columns: name of the reference column for each completion column.
         keys: n keys for each completion column.
         needed: for each completion column, the number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: rows that TRL's length filter would drop, bool of shape (n,).
+        dropped: rows that TRL drops because the prompt alone fills max_length (keep_start only), bool of shape (n,).
     """
 
     columns: dict[str, str]
@@ -95,7 +96,7 @@ class Join:
         tokens: for each completion column, the number of log-probs in each sum, int64 of shape (n,).
         missing: rows for which at least one needed value is not stored, bool of shape (n,).
         unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
-        dropped: rows that TRL's length filter would drop, bool of shape (n,).
+        dropped: rows that TRL drops because the prompt alone fills max_length (keep_start only), bool of shape (n,).
 
     Examples:
         >>> import pyarrow as pa
@@ -164,7 +165,8 @@ def join_logps(
         unusable.
 
     Raises:
-        UsageError: columns are missing, the settings are invalid, there are no tables, or ld_alpha is given without pairs.
+        UsageError: columns are missing or do not contain token ids, the settings are invalid, there are no tables, or ld_alpha
+            is given without pairs.
 
     Examples:
         >>> import pyarrow as pa
@@ -186,7 +188,7 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
         max_length, truncation_mode: the trainer's settings of the same names.
 
     Raises:
-        UsageError: columns are missing, the settings are invalid, or there are no tables.
+        UsageError: columns are missing or do not contain token ids, the settings are invalid, or there are no tables.
     """
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
@@ -204,6 +206,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
     """Look up all keys at once, and sum the values that the trainer's loss uses for each row.
 
     Args:
+        asked: the keys to look up, as returned by `ask`.
         lookup: source of the values.
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
             None to give all tokens the same weight. It must be None for rows that are not pairs.

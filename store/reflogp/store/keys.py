@@ -36,7 +36,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         name: name of the lists in error messages.
 
     Raises:
-        UsageError: a list or a token id is null, or an id is not in [0, 2**32).
+        UsageError: `lists` does not contain lists of integers, a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
     if pa.types.is_null(array.type) and not len(array):  # Arrow's type for a column without rows
@@ -69,11 +69,11 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     """Convert Python lists or numpy arrays to an Arrow list array.
 
-    No value type is passed to Arrow: if it were told to use int64, it would truncate floats without an error.
+    No value type is passed to Arrow, because with int64, Arrow would truncate floats without an error.
     """
     try:
         array = pa.array(lists)
-    except (pa.ArrowInvalid, OverflowError):  # lists of integers with different numpy types, or ranges
+    except (pa.ArrowInvalid, OverflowError):  # such as ranges, or numpy arrays with different dtypes
         arrays = [np.asarray(entry) for entry in lists]
         if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
             raise UsageError(f"{name}: expected lists of integers, got values of type {strange[0]}") from None
@@ -102,7 +102,8 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
         fixed_size_binary(16) array of n keys.
 
     Raises:
-        UsageError: the numbers of prompts and completions differ, a list or an id is null, or an id does not fit in uint32.
+        UsageError: the numbers of prompts and completions differ, the arguments are not lists of integers, a list or an id is
+            null, or an id does not fit in uint32.
 
     Examples:
         >>> from reflogp.store import sequence_keys

@@ -71,8 +71,8 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """Return the entry to add to a commit's commitInfo. It repeats the commit's changes: the added shards with their digests,
-    and the paths of the removed shards."""
+    """Return the field to add to a commit's commitInfo. The field repeats the commit's changes: the added shards with their
+    digests, and the paths of the removed shards."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -82,7 +82,8 @@ class Entry:
 
     Attributes:
         version: number of the entry.
-        added, removed: shards that the entry adds and removes, according to its actions and its commitInfo.
+        added: shards that the entry adds according to its actions or its commitInfo, by path.
+        removed: paths of the shards that the entry removes according to its actions or its commitInfo.
         lines: the entry's lines that are valid JSON, parsed.
         problem: what is wrong with the entry, or None if the entry is undamaged.
         named: all shard names in the entry's bytes, in order, even those in lines that are not valid JSON.
@@ -144,7 +145,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            # The files are listed again, because a checkpoint is written before its pointer.
+            # List the files again: since the first listing, a writer may have added a checkpoint and pointed this file to it.
             named = any(version in other for other in checkpoints(filesystem))
             return None if named else f"the checkpoint {version}, to which this file points, is missing"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:

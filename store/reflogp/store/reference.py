@@ -25,14 +25,16 @@ from reflogp.store.texts import counted, short_repr
 #: fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: The dtype argument that selects the dtype in which the model's log-probs in the store were computed. The function
-#: `store.choose_reference` resolves it.
+#: A dtype argument that stands for the dtype in which the model's log-probs in the store were computed. The function
+#: `store.choose_reference` replaces it with this dtype. `describe_reference` does not accept it.
 AUTO = "auto"
 
-#: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
-#: which software wrote it, settings for generation and training, and how attention is computed (which is recorded as
-#: provenance). Every other entry is part of the id, so an entry that reflogp does not know results in a new id rather than a
-#: false cache hit.
+#: Config entries that are not part of the id, at any depth of config.json. Most of them cannot change the logits of an
+#: evaluation forward pass over given tokens: where the model came from, which software wrote it, and settings for generation,
+#: training, classification and the outputs to return. The other ignored entries are recorded elsewhere: the id contains the
+#: compute dtype instead of the checkpoint's dtype, and digests of the code files instead of auto_map. The provenance of the
+#: values contains how attention was computed. Every entry that is not listed here is part of the id. Therefore, an entry that
+#: reflogp does not know results in a new id, and never in a hit with the values of a different model.
 IGNORED_CONFIG_KEYS = frozenset(
     {
         "_attn_implementation",
@@ -182,8 +184,8 @@ def describe_reference(
         A Reference, whose reference_id depends only on the content of the files and on the dtypes.
 
     Raises:
-        UsageError: the model does not exist, or the dtype is unknown.
-        CheckpointError: weights are missing, truncated or pickled.
+        UsageError: the model does not exist or cannot be downloaded, the folder is not a model folder, or a dtype is invalid.
+        CheckpointError: the weights are missing or truncated or exist only as pickles, or a config file cannot be read.
         FileChangedError: a file was written to or replaced while it was being read.
 
     Examples:
@@ -230,7 +232,10 @@ class OpenModel:
     digests: dict[Path, str]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError if the files are not those of `reference`. The message names the changed files."""
+        """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
+
+        `reference` must have the dtypes that were given to `open_model`, because the reference ids are compared.
+        """
         if self.reference.reference_id == reference.reference_id:
             return
         adapter, known = self.checkpoint.adapter, reference.adapter or {}
@@ -260,8 +265,9 @@ class OpenModel:
         from the `with` block, all open files are checked for changes since they were opened. Leave the block only after the
         weights have been copied into memory, because later changes to the files are not detected.
 
-        Raises FileChangedError if a file was written to after it was opened. If reflogp raises an error in the block, the
-        temporary paths in its message are replaced with the original ones.
+        Raises FileChangedError if a file was written to after it was opened. With the original paths, it is also raised if a
+        file was replaced. If the block raises a ReflogpError, the temporary paths in the error's message are replaced with the
+        original ones.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -311,14 +317,18 @@ def open_model(
         yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
 
 
-#: Maximum number of attempts to open a model folder. An attempt fails if the folder is replaced while its files are being
-#: opened.
+#: Maximum number of attempts to open a model folder. An attempt fails if files of the folder are deleted or replaced while they
+#: are being opened.
 _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Read a checkpoint and open all files that its reference id depends on. Start again if a file changes between the two
-    steps."""
+    """Read a checkpoint, and open all files that its reference id depends on.
+
+    If a file is deleted, or a config or the list of weight files changes, between the two steps, both steps are repeated.
+
+    Raises FileChangedError if this happens in every attempt.
+    """
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:

@@ -46,9 +46,9 @@ def shard_table(
         prompt_lens: number of tokens in each prompt, shape (n,).
         completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
             has tokens.
-        token_logps: n lists of float32.
-        provenance: how the values were computed. It is stored in each row as a JSON string, which takes almost no space because
-            the column is dictionary-encoded.
+        token_logps: log-probs of the scored tokens of each completion, in nats: n lists of float32.
+        provenance: how the values were computed. Each row contains it as a JSON string. This takes almost no space in a shard,
+            where the column is dictionary-encoded.
     """
     values = token_logps.cast(pa.list_(pa.float32()))
     return pa.table(

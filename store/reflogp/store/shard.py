@@ -20,12 +20,14 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: Rows per row group. A lookup of one key reads one row group: 120 kB of index columns and, at 200 tokens per row, 3.4 MB of
-#: values.
+#: Maximum number of rows in a row group. Without an index in memory, a lookup of one key reads the index columns of one row
+#: group of each shard (120 kB). If it needs token values, it also reads the values of one row group (3.4 MB at 200 tokens per
+#: row).
 ROW_GROUP_ROWS = 4_096
-#: If rows have many tokens, row groups are smaller: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
+#: If rows have many tokens, a row group has fewer rows: as many as have about _GROUP_BYTES bytes of values, but at least
+#: LEAST_GROUP_ROWS.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
-#: Maximum total size, in bytes, of row groups whose values are read together; a larger row group is read on its own.
+#: Maximum total uncompressed size, in bytes, of row groups whose values are read together. A larger row group is read alone.
 READ_BYTES = 32 << 20
 #: The columns that a lookup reads if it does not need the values of individual tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
@@ -97,7 +99,8 @@ class Group:
         start: index of the row group's first row in the shard.
         rows: number of rows.
         bytes: uncompressed size in bytes.
-        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers.
+        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers. If the file has no
+            statistics of the keys, 0 and 2**64 - 1.
     """
 
     index: int
@@ -176,7 +179,8 @@ class Shard:
     def digest(self) -> str:
         """Return the digest of the file's current content; see `shard_digest`.
 
-        Raises ShardDamageError if the file is missing. Unlike in the other methods, other storage errors are not converted.
+        Raises ShardDamageError if the file is missing. Other errors of the storage are passed on, and not converted into
+        StoreUnavailableError.
         """
         try:
             with self._filesystem.open_input_stream(self.path) as source:
@@ -241,7 +245,8 @@ class _OpenShard:
     def _meaning(self, error: BaseException) -> Exception:
         """Return the error to raise after a failed read.
 
-        This is a ShardDamageError if the file is missing or damaged, and a StoreUnavailableError if the storage fails.
+        This is a ShardDamageError if the file is missing or damaged, and a StoreUnavailableError if the storage fails. To
+        distinguish a damaged file from a storage failure, the whole file is read again, without decoding it.
         """
         if isinstance(error, FileNotFoundError):
             return ShardDamageError("the file is missing")

@@ -37,16 +37,19 @@ from reflogp.store.texts import counted, short_repr
 
 #: Maximum number of rows for which the whole index is kept in memory. At 36 bytes per row, the index takes at most 1.1 GB.
 INDEX_ROWS = 30_000_000
-#: Maximum number of index layers. If there are more, layers are merged, so that a lookup never has to search many of them.
+#: Maximum number of layers of the index. Shards that are indexed together form one layer, and a lookup searches every layer. If
+#: there are more layers, all except the largest are merged.
 _MAX_LAYERS = 8
 #: Number of shards that are read at the same time. Object stores respond slowly, but serve many requests in parallel.
 _READERS = 8
-#: Number of row groups per shard that a lookup without an index keeps in memory: 64 * 4,096 rows * 28 bytes are 7 MB.
+#: Number of row groups per shard whose index columns a lookup without an index keeps in memory: 64 * 4,096 rows * 28 bytes are
+#: 7 MB.
 _GROUPS_AT_ONCE = 64
 #: Maximum number of rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
 #: Number of keys that are looked up in the index at a time, bytes of working memory per key, and bytes of the result per key. A
-#: pass over row groups looks up all keys at once, and keeps the entries of _READERS * _GROUPS_AT_ONCE row groups in memory.
+#: lookup without an index handles all its keys at once, and keeps the entries of up to _READERS * _GROUPS_AT_ONCE row groups in
+#: memory.
 _FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
 
 
@@ -64,7 +67,9 @@ class Snapshot:
         index_rows: maximum number of rows for which the index is kept in memory.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
-    A missing or damaged shard is skipped with a StoreDamageWarning: its rows count as misses, and `damaged` gives the reason.
+    A missing or damaged shard causes a StoreDamageWarning, and `damaged` maps its path to the reason. If the index columns
+    cannot be read, the shard's rows count as misses. If only token values cannot be read, lookups still find the lengths and
+    the total sums of its rows.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, sequence_keys
@@ -190,7 +195,7 @@ class Snapshot:
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:
-        """Return the command line that repairs the table by removing damaged shards."""
+        """Return the command line that repairs the table: it removes damaged shards and repairs the log."""
         return repair_command(self._table_uri)
 
     def require_whole(self) -> None:

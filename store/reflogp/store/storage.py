@@ -1,7 +1,7 @@
 """Access a store's files, in a local folder or an object store, through an Arrow filesystem.
 
 Files are accessed through delta-rs' object store client, so that the same credentials work for data files, reference.json and
-the Delta log.
+the Delta log. As an exception, `open_for_reading` reads local folders without delta-rs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
 #: Where a store can be, for help texts and error messages. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or an s3://, gs:// or az:// URI"
-#: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects, and Arrow passes those only if a write fits in
-#: its buffer.
+#: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects. Arrow passes bytes objects to them only if each
+#: write fits in Arrow's buffer.
 _WRITE_BUFFER = 1 << 20
 
 
@@ -32,6 +32,8 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
     """Return the absolute path of a local folder, or a URI (s3://, gs://, az://, …) without a trailing slash.
 
     The prefix file:// is removed.
+
+    Raises UsageError for a URI with a single slash after the colon, and for a local path that contains an escape such as %20.
     """
     text = os.fspath(uri)
     if text.startswith("file://"):
@@ -48,6 +50,7 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
     """Return the delta-rs storage options of a store: `options`, plus AWS_FORCE_CREDENTIAL_LOAD if an AWS profile is used.
 
+    A profile is used if the store is on S3 and AWS_PROFILE is set without AWS_ACCESS_KEY_ID, in `options` or the environment.
     Without AWS_FORCE_CREDENTIAL_LOAD, delta-rs ignores AWS profiles and credential files if an endpoint is given.
     """
     named = {name.upper() for name in options or {}} | os.environ.keys()
@@ -69,8 +72,10 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return an Arrow filesystem that uses delta-rs and whose root is `uri`. Files written to it appear either complete or not
-    at all.
+    """Return an Arrow filesystem that uses delta-rs and whose root is `uri`.
+
+    A file appears at its path only when its output stream is closed. If the process is killed before that, the file does not
+    appear. If an error closes the stream early, an incomplete file can appear. `write_file` deletes such a file.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
@@ -111,10 +116,10 @@ def make_folder(uri: str) -> None:
 
 
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
-    """Write a file. If the write is interrupted, the partial file is deleted.
+    """Write a file. If an error interrupts the write, delete the file at `path`.
 
     The file appears at `path` only when the output stream is closed: delta-rs then renames its temporary file (in a local
-    folder) or completes the upload (to an object store).
+    folder) or completes the upload (to an object store). An error also closes the stream, so an incomplete file can appear.
     """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
@@ -145,7 +150,10 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Return the size in bytes of each file in a folder, by path. The result is empty if the folder does not exist."""
+    """Return the size in bytes of each file in a folder, by path. Files in subfolders are not included.
+
+    The result is empty if the folder does not exist.
+    """
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
 
@@ -153,8 +161,9 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 def sentence(error: BaseException) -> str:
     """Return the message of a storage error as one line.
 
-    If the message contains XML with a <Message> element, return only the text of this element. If the message has several
-    lines, keep only the first and the last line. Remove ANSI color codes.
+    If the message contains XML with a <Message> element, return only the text of this element. Otherwise, if the message has
+    several lines, join the first and the last line with a colon, ignoring lines that begin with "at ". ANSI color codes are
+    removed. If nothing is left, return the name of the error's class.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

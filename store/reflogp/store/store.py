@@ -92,7 +92,11 @@ class Store:
             reference_id: id of the reference, 32 hex digits.
 
         Raises:
+            StoreNotFoundError: there is no store at the URI.
+            UsageError: the URI points to something that is not a store.
             ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references.
+            DamagedStoreError: the reference.json of this reference is damaged, or the table has shards but no log.
+            StoreUnavailableError: the store cannot be read.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
@@ -116,9 +120,10 @@ class Store:
             reference: from `describe_reference`.
 
         Raises:
-            ReferenceNotFoundError: the store has no values of this reference. If it has values of the same model in other
+            ReferenceNotFoundError: the store has no table for this reference. If it has values of the same model in other
                 dtypes, the message names these dtypes.
-            StoreFormatError: the store was written by a newer version of reflogp.
+
+        The other errors are the same as for `table`.
         """
         try:
             return self.table(reference.reference_id)
@@ -136,7 +141,8 @@ class Store:
             if same:
                 there = " and in ".join(other.dtypes() for other in same)
                 hint = (
-                    f"; the store has values of the same model in {there} (--dtype, or dtype= in Python){_logits_option(same)}"
+                    f"; the store has values of the same model in {there} (to use them, set --dtype, or dtype= in Python)"
+                    f"{_logits_option(same)}"
                 )
             raise ReferenceNotFoundError(
                 f"there are no values of {reference.name} in {reference.dtypes()}: {error}{hint}"
@@ -195,7 +201,7 @@ class Store:
 
     def _refuse_what_is_no_store(self) -> None:
         """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store: a store is a
-        folder with one subfolder per reference model."""
+        folder with one subfolder per reference model. In an object store, only Delta tables are detected."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file, but a store is a folder")
@@ -251,7 +257,8 @@ def choose_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reference, str]:
-    """Choose a model's dtype by what a store contains; return the model's reference in this dtype, and the reason.
+    """Resolve `dtype`, which can be "auto", for a model in a store. Return the model's reference in the resulting dtype, and
+    the reason for the choice.
 
     Args:
         store: the store to search for the model.
@@ -260,8 +267,8 @@ def choose_reference(
             computed.
         otherwise: dtype to use if `dtype` is "auto" and the store has no values of the model, or None to raise an error in this
             case.
-        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype; if `dtype` is "auto", None also
-            allows a reference with logits in float32.
+        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype. If `dtype` is "auto", None also
+            allows a reference in the store that has logits in float32.
         revision, progress: passed to describe_reference.
 
     Returns:
@@ -270,8 +277,9 @@ def choose_reference(
     Raises:
         StoreNotFoundError: `dtype` is "auto", `otherwise` is None, and there is no store.
         ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no values of the model.
-        UsageError: `dtype` is "auto", and the store has log-probs of the model that were computed in several dtypes. All errors
-            of describe_reference can be raised too.
+        UsageError: `dtype` is "auto", and the store has log-probs of the model that were computed in several dtypes.
+
+    Errors of `describe_reference` and, if `dtype` is "auto", of `Store.held` are passed on.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -293,7 +301,10 @@ def choose_reference(
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
-    """Select the reference with the given dtypes from the result of `describe_all_numerics`."""
+    """Select the reference in `dtype` from `described`, the result of `describe_all_numerics` with the same `lm_head_dtype`.
+
+    If `lm_head_dtype` is None, the selected reference has logits in `dtype`.
+    """
     return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
 
 

@@ -235,13 +235,14 @@ class LogprobTable:
             rows: a table from schema.shard_table, with keys in any order.
 
         Returns:
-            An Appended with two counts, of the written and of the skipped rows, and the snapshot number.
+            An Appended: the numbers of written and skipped rows, and the number of a snapshot that contains all the rows.
 
         Raises:
             UsageError: a value is not finite.
             DamagedStoreError: a shard or the log is damaged. Writing to a damaged table could store the same keys again with
                 different values.
-            StoreUnavailableError: the shard or the commit cannot be written. Earlier commits are kept.
+            StoreUnavailableError: the shard or the commit cannot be written, or other writers commit first for 15 minutes.
+                Earlier commits are kept.
         """
         if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
             raise UsageError("some log-probs are not finite; nothing was stored")
@@ -279,7 +280,8 @@ class LogprobTable:
         the same time. If another process has already removed one of the `removed` shards, nothing is committed, the files of
         the `added` shards are deleted, and the result is False.
 
-        Raises StoreUnavailableError if the commit cannot be written.
+        Raises StoreUnavailableError if the commit cannot be written or the file of an `added` shard is missing, and
+        DamagedStoreError if the log is damaged.
         """
         try:
             self._require_there(added)  # a vacuum may have deleted one shard while the others were written
@@ -421,7 +423,7 @@ class LogprobTable:
 
     @property
     def _delta(self) -> DeltaTable:
-        assert self._opened is not None, "the log is damaged, so it was not opened; check _salvaged before using _delta"
+        assert self._opened is not None, "the log is damaged, so there is no DeltaTable; check _salvaged before using _delta"
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
@@ -523,9 +525,10 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Add and remove shards in one commit, directly after the table version that was read last.
+        """Add and remove shards in one commit, which creates the version after the table version that was read last.
 
-        Return False if another writer committed first.
+        Return False if delta-rs reports a conflict with another commit. Usually, another writer committed first. If the
+        response to this commit was lost, the commit may have succeeded (see `_arrived`).
         """
         now = int(time.time() * 1000)
         replaces = bool(removed)

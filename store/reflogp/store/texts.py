@@ -38,8 +38,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. If the list would exceed `most` characters, the last names are left out, and their number is
-    given instead."""
+    """Join names with commas. Each name is shortened to a quarter of `most` characters. If the list would exceed `most`
+    characters, the last names are left out, and their number is given instead."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -73,7 +73,8 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number, such as 12,345. Fractional values below 100 are rounded to three significant digits, such as 12.3."""
+    """Format a number, such as 12,345. Fractional values between -100 and 100 are rounded to three significant digits, such as
+    12.3. Other values are rounded to integers."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
@@ -133,11 +134,12 @@ def machine_moment(when: datetime) -> str:
 
 
 #: Unicode categories that are escaped: control characters, format characters (bidi controls, zero-width characters, tags), lone
-#: surrogates, line and paragraph separators.
+#: surrogates, line separators and paragraph separators.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-#: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the property Prepended_Concatenation_Mark).
+#: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the Unicode property
+#: Prepended_Concatenation_Mark). They are not escaped.
 _HAVE_A_SHAPE = frozenset([*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
-#: Unassigned code points that are already invisible (Default_Ignorable_Code_Point).
+#: Unassigned code points that are displayed as nothing (the Unicode property Default_Ignorable_Code_Point). They are escaped.
 _RESERVED = ((0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF))
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 

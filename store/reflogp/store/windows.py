@@ -39,11 +39,11 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that determine which sequences are scored: max_length and truncation_mode if there is a maximum length
-        and the mode is keep_end; otherwise, none.
+        """The settings for which a dataset must be scored separately, as keyword arguments: max_length and truncation_mode if
+        there is a maximum length and the mode is keep_end. Otherwise, the dict is empty.
 
-        keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
-        not affect scoring, because it is applied later, to the stored values of individual tokens.
+        keep_start needs no separate scoring, because the needed values are the first values of the whole sequence. ld_alpha
+        needs none either, because it is applied later, to the stored values of individual tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
@@ -53,6 +53,8 @@ class TrainerSettings:
 @dataclass(frozen=True)
 class Windows:
     """The n sequences whose keys are looked up, and how many values of each completion are needed.
+
+    If a sequence has no prompt token, its first completion token is moved to the prompt.
 
     Attributes:
         prompt_ids: token ids of the n prompts, large_list<uint32>.
@@ -83,8 +85,8 @@ def windows(
     With keep_start, whole sequences are looked up, because a causal model's log-probs do not depend on later tokens. `needed`
     counts only the completion tokens within `max_length`. With keep_end, a sequence that exceeds `max_length` loses its first
     tokens, which changes the log-probs of all remaining tokens. Its last `max_length` tokens are therefore looked up as a
-    different sequence, with a different key. If no prompt token is kept, the first completion token that is kept serves as
-    context and has no log-prob, exactly as in TRL's shifted loss.
+    different sequence, with a different key. In both modes, if no prompt token remains, the first remaining completion token
+    becomes the prompt and has no log-prob, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.

@@ -1,7 +1,8 @@
-"""Supply trainers with stored reference log-probs, so that no training GPU has to hold a reference model.
+"""Supply trainers with reference log-probs from a store, a service or a file, so that no training GPU has to hold a reference
+model.
 
-This package requires datasets, accelerate and transformers. trl is required only for TRL's trainers, and not for OpenRLHF or
-other frameworks. This package never imports a scoring engine or a server.
+This package requires torch, transformers, datasets and accelerate. Only trainers that are derived from TRL's trainers require
+trl; OpenRLHF's trainers do not. This package never imports `reflogp.scoring` or `reflogp.service`.
 """
 
 import importlib

@@ -1,9 +1,9 @@
 """Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
 
-TRL calls its hook `_precompute_ref_logps` with the dataset after tokenizing and filtering it. The mixin overrides the hook to
-add columns with the reference log-probs. The loss reads these columns, and TRL does not remove them when it removes unused
-columns. For streams, pairs with images, and trainers without the hook (DPO in TRL 0.28 and older), the columns are added after
-the trainer is constructed. The rest of TRL's training code runs unchanged.
+TRL calls its hook `_precompute_ref_logps` with each dataset, after tokenizing and filtering the dataset. The mixin overrides
+the hook to add columns with the reference log-probs. The loss reads these columns, and TRL does not remove them when it removes
+unused columns. For streams, pairs with images, and trainers without the hook (DPO in TRL 0.28 and older), the columns are added
+after the trainer is constructed. The rest of TRL's training code runs unchanged.
 """
 
 from __future__ import annotations
@@ -67,19 +67,25 @@ class CachedReferenceMixin(_AnyTrainer):
             the first batch are compared with the reference's before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model (see reflogp.trainer.tolerances).
-        audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
+            tolerance depends on the dtypes and the type of model (see reflogp.trainer.tolerances), and the policy and the
+            reference must have the same dtype. If a `ReferenceAudit` with a tolerance is passed as `audit`, that tolerance
+            is used instead.
+        audit: a `ReferenceAudit`, None for one with `step_zero_tolerance` and otherwise default settings, or False for no
+            audit.
 
     Raises:
         MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of the reference model at all.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run raised one of these errors.
         UsageError: an argument is incompatible with stored reference log-probs.
+        ImportError: the installed version of TRL is not supported, or unsloth was imported too late.
 
     Attributes:
-        joins: a record of each join, by dataset name ("train", "eval", …). The records are also in
+        joins: a record of each join, by dataset name ("train", "eval", …). If the run has an audit, the records are also in
             `output_dir/reflogp_audit.json`.
-        audit: the audit of the run; its attribute `step_zero` is the result of the comparison before the first step.
+        audit: the audit of the run, or None if there is no audit. Its attribute `step_zero` is the result of the comparison
+            before the first step.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -129,7 +135,8 @@ class CachedReferenceMixin(_AnyTrainer):
         self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
         self._misses: list[Misses] = []
-        self._joins_to_come: set[str] | None = None  # None in the constructor, because the joins are not known yet
+        # Names of the datasets that a call of `evaluate` has yet to join. None in the constructor, which does not know them.
+        self._joins_to_come: set[str] | None = None
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))

@@ -21,7 +21,8 @@ from reflogp.trainer.values import Where
 class NoReferenceModel:
     """A placeholder for TRL's reference model that cannot be used as a model.
 
-    The placeholder tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to call the
+    If a trainer's ref_model is None, TRL's `evaluate` rejects new datasets after the first step, because TRL would compute the
+    reference log-probs with the trained policy. With the placeholder, `evaluate` accepts new datasets. Any attempt to call the
     placeholder, move it or read its attributes raises an error.
     """
 
@@ -41,22 +42,25 @@ class ReferenceDuringTraining(NoReferenceModel):
 
     Attributes:
         where: the source, reference and snapshot of the values.
-        of_generated_text: whether the values are for text that the policy generates. If True, the policy runs forward passes
-            to generate the text, in addition to those for the loss.
+        of_generated_text: whether the values are for text that the policy generates. If True, the audit does not limit the
+            number of the policy's forward passes, because generation needs forward passes too.
     """
 
     where: Where
     of_generated_text = False
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return the content of the `remote` field in the audit's report."""
+        """Return the content of the `remote` field in the audit's report, or None if no values are requested from a service
+        during training."""
         return None
 
 
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:
     """Raise UsageError if a reference model is passed to a trainer that uses stored values."""
     if ref_model is not None:
-        raise UsageError(f"{trainer} needs no reference model, because its log-probs come from `reference`: remove ref_model")
+        raise UsageError(
+            f"{trainer} needs no reference model, because the reference log-probs come from `reference`: remove ref_model"
+        )
 
 
 @contextmanager
@@ -64,13 +68,14 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
     """Within the block, prevent TRL from creating a reference model and from hashing the policy's weights.
 
     TRL 1.15 and newer hash the policy's weights (`hash_module`) to name a cache file for precomputed log-probs. Under FSDP,
-    they also load a reference model, even if they precompute log-probs. TRL 1.1 and older always create a reference model,
-    with `create_model_from_path` or `create_reference_model`. Within the block, these functions are replaced in all modules
-    that `trl_modules` returns.
+    these versions also load a reference model, even if log-probs are precomputed. TRL 1.1 and older always create a reference
+    model, with `create_model_from_path` or `create_reference_model`. Within the block, these functions are replaced in all
+    modules that `trl_modules` returns.
 
     Args:
         trainer_class: the class of the trainer.
-        policy_is_path: whether the policy is given as a path. If True, TRL may create one model within the block: the policy.
+        policy_is_path: whether the policy is given as a path or hub id. If True, TRL may create one model within the block: the
+            policy.
     """
     policies_left = 1 if policy_is_path else 0
 
@@ -98,14 +103,15 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
 @contextmanager
 def unchanged_by_failure(*given: Any) -> Iterator[None]:
-    """Record the state of the given objects, and restore it if the block raises an exception.
+    """Record the attributes of the given objects, and restore them if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, insert LoRA layers into a plain model, replace a model's `forward`,
     disable dropout, freeze parameters, and set padding tokens. If these changes were not undone, a second attempt to create a
     trainer with the same objects would start with modified objects.
 
     Args:
-        given: models and tokenizers; other objects are ignored. Models are not moved back to their original devices.
+        given: models, tokenizers and processors; other objects are ignored. Values of weights are not recorded, and models are
+            not moved back to their original devices.
     """
     kept = [_Attributes(owner) for owner in _owners(given)]
     gradients = [

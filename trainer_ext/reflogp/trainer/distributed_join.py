@@ -34,9 +34,8 @@ class Found:
     Attributes:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
-        asked: the keys that were looked up for the dataset's rows, and the lengths of the rows' completions.
-        columns: the reference columns, by name. Each contains values in nats, float32 of shape (n,), and NaN for the rows in
-            `misses`.
+        asked: the keys that were looked up for the dataset's rows, and the number of values needed for each key.
+        columns: the reference columns in nats, by name, each float32 of shape (n,); NaN where the value is missing.
         misses: rows without values, or None if every row has values.
         scored: number of rows that the service was asked to score during this join.
     """
@@ -61,8 +60,15 @@ class NothingScored:
 
 
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
-    """Return `source` with the reference's dtype chosen, if it was created with dtype="auto"; return any other source
-    unchanged. The first process chooses the dtype for all processes, given a policy that computes in `dtype`."""
+    """Choose the reference's dtype on the first process, and return a source with this dtype on all processes.
+
+    See `ReferenceSource` for how dtype="auto" chooses. A source with another dtype, with a reference id or without a model is
+    returned unchanged.
+
+    Args:
+        source: where the values are stored.
+        dtype: dtype in which the policy computes.
+    """
     if not source.chooses_dtype:
         return source
 
@@ -99,8 +105,10 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return the Misses of a dataset when the store has no values: all of the dataset's rows that have a completion. Return
-    None if no row has a completion."""
+    """Return the Misses of a dataset for a store that has no values of the reference.
+
+    All rows with a completion are missing, except those that TRL's length filter drops. Return None if there are no such rows.
+    """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}

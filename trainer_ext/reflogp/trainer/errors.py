@@ -1,13 +1,13 @@
 """Define the errors of the trainer extension, which are all subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-└── ReferenceLogpsError          a training run's reference log-probs cannot be trusted
-    ├── MissingLogpsError        rows whose sequences were never scored
-    ├── UnusableLogpsError       rows whose values are damaged or not finite
+└── ReferenceLogpsError          a training run's reference log-probs are missing or cannot be trusted
+    ├── MissingLogpsError        rows have sequences without stored values
+    ├── UnusableLogpsError       rows have values that are damaged or not finite
     ├── BroughtColumnsError      a dataset's existing reference columns differ from the reference's values
     ├── ReferenceChangedError    a service no longer serves the run's reference model
     ├── RankFailedError          another process of a distributed run failed
-    └── AuditError               the audit found wrong, missing or recomputed reference values
+    └── AuditError               reference values are wrong, do not reach the loss, or are computed again in training
         └── StepZeroError        before the first step, the policy's log-probs differ from the reference's
 """
 
@@ -17,18 +17,21 @@ from reflogp.store import ReflogpError
 
 
 class ReferenceLogpsError(ReflogpError):
-    """A training run's reference log-probs cannot be trusted."""
+    """A training run's reference log-probs are missing or cannot be trusted."""
 
 
 class MissingLogpsError(ReferenceLogpsError):
-    """Some rows have sequences that were never scored.
+    """Some rows have sequences without stored values.
+
+    With a framework other than TRL, this error is also raised if a batch contains a row that is in none of the datasets whose
+    values were looked up. In this case, `rows` contains the row's index in the batch, and `command` is empty.
 
     Attributes:
-        rows: indices of these rows in the trainer's tokenized dataset. If several datasets have such rows, `rows` lists only
-            those of the first one.
+        rows: indices of these rows in the tokenized dataset. If several datasets have such rows, `rows` lists only those of the
+            first one.
         command: command that scores the missing rows of all datasets; empty if the values come from a file.
         datasets: indices of these rows in each dataset, by dataset name ("train", "eval", or the key in a dictionary of
-            evaluation datasets).
+            evaluation datasets). Empty for frameworks other than TRL.
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
@@ -39,10 +42,10 @@ class MissingLogpsError(ReferenceLogpsError):
 
 
 class UnusableLogpsError(ReferenceLogpsError):
-    """Some rows have values that are damaged or not finite.
+    """Some rows have values that are damaged or not finite, or a service cannot score them during training.
 
     Attributes:
-        rows: indices of these rows in the trainer's tokenized dataset.
+        rows: indices of these rows in the tokenized dataset or, if a service scores batches during training, in the batch.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -54,7 +57,7 @@ class BroughtColumnsError(ReferenceLogpsError):
     """A dataset already has reference columns whose values are NaN or differ from the reference's.
 
     Attributes:
-        rows: indices of the rows whose values differ, in the trainer's tokenized dataset.
+        rows: indices in the tokenized dataset of the rows whose values differ or are NaN.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -71,7 +74,7 @@ class RankFailedError(ReferenceLogpsError):
 
 
 class AuditError(ReferenceLogpsError):
-    """The audit of a run found reference values that are wrong, missing or recomputed.
+    """The audit of a run found that reference values are wrong, do not reach the loss, or are computed again during training.
 
     Attributes:
         check: name of the check that failed.
@@ -83,4 +86,8 @@ class AuditError(ReferenceLogpsError):
 
 
 class StepZeroError(AuditError):
-    """Before the first step, the policy's log-probs differ from the joined reference log-probs by more than the tolerance."""
+    """Before the first step, the policy's log-probs differ from the reference log-probs by more than the tolerance.
+
+    If no tolerance is set, this error is also raised if the policy and the reference compute in different dtypes. The check
+    `spot_check` raises this error too, and may compare log-probs that a service computed instead of the policy's.
+    """

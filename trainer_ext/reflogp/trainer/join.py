@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
-#: Explanation for messages about missing rows that include sequences for KTO's KL term.
+#: Text that is added to a message about missing rows if their dataset has sequences for KTO's KL term.
 _OF_KL = (
     ". KTO's KL term pairs each prompt with another row's completion. The pairs depend on the batch size and the row order, so "
     "a first run always lacks values for these pairs"
@@ -55,7 +55,7 @@ class Misses:
     Attributes:
         dataset: name of the dataset.
         rows: indices of the rows without values, int64 of shape (n,).
-        of: number of rows in the dataset.
+        of: number of rows in the dataset or, for a stream, number of rows read so far.
         has_kl: whether the dataset has sequences for KTO's KL term.
         own_found: whether at least one row of the dataset has values for its own completion (rather than for the completion of
             its KL pair).
@@ -88,7 +88,7 @@ class JoinRecord:
         rows: number of rows, or None for a stream.
         coverage: fraction of the rows that have values. It is 1.0 after every join, because a row without values raises an
             error.
-        scored: number of rows that the service scored during this join.
+        scored: number of rows that a service, or a `reflogp score` command that the run started, scored during this join.
         computed: number of rows whose values the trainer's own model computed during this join.
         brought: names of reference columns that were already in the dataset and were verified against the joined values.
     """
@@ -127,13 +127,13 @@ def join_reference_logps(
     """Return `dataset` with the columns ref_chosen_logps and ref_rejected_logps added (for KTO: ref_logps and ref_KL_logps).
 
     Args:
-        dataset: tokenized rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids. A stream
-            (IterableDataset) is joined as it is read.
+        dataset: tokenized rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids (and optionally
+            KL_completion_ids). A stream (IterableDataset) is joined as it is read.
         source: where the values are stored.
-        max_length: `max_length` of the trainer's config. The joined values are the sums that TRL would precompute with the
-            same `max_length`, `truncation_mode` and `ld_alpha`.
+        max_length: `max_length` of the trainer's config, or None for no limit. The joined values are the sums that TRL would
+            precompute with the same `max_length`, `truncation_mode` and `ld_alpha`.
         truncation_mode: `truncation_mode` of the trainer's config.
-        ld_alpha: `ld_alpha` of the trainer's config.
+        ld_alpha: `ld_alpha` of the trainer's config, or None to give all tokens the same weight.
 
     Returns:
         The dataset with float32 columns of log-probs in nats, summed over each completion.
@@ -141,10 +141,13 @@ def join_reference_logps(
         If the dataset is a stream, errors about its rows are raised while the stream is read.
 
     Raises:
-        MissingLogpsError: some rows were never scored; the error names these rows and the command that scores them.
+        MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
+        ReferenceNotFoundError, StoreNotFoundError: the source has no values of the reference at all.
         UnusableLogpsError: values are damaged, NaN or infinite.
         BroughtColumnsError: the dataset already has columns with these names, but their values differ from the reference's.
-        UsageError: rows have images, video or audio, or on_miss is "compute" (which needs a trainer's model).
+        ServiceError: the source is a service that is unreachable, or that failed to score the missing rows.
+        UsageError: rows have images, video or audio; columns are missing; the settings are invalid; or on_miss is "compute",
+            which needs a trainer's model.
 
     Examples:
         >>> from datasets import Dataset
@@ -175,7 +178,7 @@ def join_reference_logps(
 
 
 def ask_dataset(dataset: Dataset, layout: Layout, settings: TrainerSettings) -> Asked:
-    """Return the keys to look up for a dataset's rows, and the lengths of the rows' completions."""
+    """Return the keys to look up for a dataset's rows, and the number of values that each completion needs."""
     cut = TrainerSettings() if layout.cut else settings
     return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
 
@@ -353,7 +356,8 @@ def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.T
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
-#: Advice for when every row of a dataset is missing: the tokens probably differ, and scoring the rows would hide the cause.
+#: Text that is added to a message if every row is missing. In this case, the rows' tokens probably differ from the tokens that
+#: were scored, and scoring the rows would hide the cause.
 NONE_FOUND = (
     "None of the rows was found. If they were scored before, first check that the tokenizer and the chat template are "
     "still the same. "

@@ -2,7 +2,7 @@
 
 This module never checks TRL's version number; it recognizes a version by the dataset's column names and the trainer's methods.
 The table lists the columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are already
-truncated.
+truncated, and the columns for its KL term are KL_prompt_input_ids and KL_completion_input_ids.
 
     DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
     DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (for IPO: means over tokens)
@@ -10,7 +10,8 @@ truncated.
     KTO   1.4, 1.5           the same as in 1.6                                            reference_logps, …
     KTO   1.2, 1.3           prompt_input_ids, completion_input_ids (includes the prompt)  reference_logps, …
 
-One process on each node writes the reference columns to an Arrow file, and all processes on the node map the file into memory.
+If a run has several processes, one process on each node writes the reference columns to an Arrow file, and all processes on the
+node map the file into memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import one_array, stream_buffer
 from reflogp.store.windows import without_first
 
-#: Names of the reference columns in the KTO trainers of TRL 1.5 and older.
+#: Names of the reference columns in the KTO trainers of TRL 1.5 and older, by their names in newer versions.
 _EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
 KL_IDS = "KL_completion_ids"
 REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})

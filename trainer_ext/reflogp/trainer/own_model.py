@@ -22,10 +22,10 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: Number of rows at the start of each weight tensor that are compared. Training changes some of these rows in nearly every
-#: tensor.
+#: Number of rows at the start of each weight tensor that are compared with the reference's weight files. Training changes some
+#: of these rows in nearly every tensor.
 _WEIGHT_ROWS = 64
-#: Number of dataset rows whose stored values a model must reproduce before its values for other rows are accepted.
+#: Maximum number of dataset rows whose stored values a model must reproduce before its values for other rows are accepted.
 _PROBES = 8
 
 
@@ -38,8 +38,9 @@ def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
     The model can compute them if it has an adapter that can be turned off, or if the policy starts from the reference's
-    weights. In both cases, only the weights of adapters may have changed since the trainer was created. All processes must call
-    this function together.
+    weights. In both cases, the weights must not have changed since the trainer was created, except those that the trainer's
+    `PolicyWeights` does not hash (by default, the weights of the trained adapters). All processes must call this function
+    together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start from the reference's weights (policy_starts_at_reference=False)"
@@ -47,7 +48,9 @@ def no_own_reference(trainer: Any) -> str:
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute a batch's reference log-probs with the policy: call TRL's method for this, with any adapter turned off.
+    """Compute a batch's reference log-probs with the policy, by calling TRL's method for this purpose.
+
+    If the policy has an adapter, TRL turns it off, or uses the adapter named "ref" instead if there is one.
 
     Args:
         trainer: a trainer for which `computes_references` returns True.
@@ -86,7 +89,8 @@ def fill_in(
         trainer: the trainer whose model computes the log-probs.
         dataset: the tokenized rows, as prepared by TRL.
         missing: indices of the rows without values, int64 of shape (m,).
-        columns: for each reference column, by name, one value per row, as the trainer's loss reads it (float32 of shape (n,)).
+        columns: the reference columns by name, float32 of shape (n,), with one value per row in the form that the trainer's
+            loss reads.
         tokens: for each column, the number of tokens that each row's value covers, int64 of shape (n,).
         dtype: dtype in which the reference log-probs were computed.
 
@@ -164,8 +168,8 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 def _no_stand_in(trainer: Any) -> Iterator[None]:
     """Within the block, make TRL compute reference log-probs with the policy instead of the placeholder for a reference model.
 
-    For a PEFT model, ref_model is set to None, so that TRL turns the adapter off. For other models, ref_model is set to the
-    policy, because TRL 0.29 to 1.1 does not accept None for these models.
+    For a PEFT model, ref_model is set to None, so that TRL turns the adapter off or uses the adapter named "ref". For other
+    models, ref_model is set to the policy, because TRL 0.29 to 1.1 does not accept None for these models.
     """
     stand_in = getattr(trainer, "ref_model", None)
     trainer.ref_model = None if is_peft_model(trainer.model) else trainer.model

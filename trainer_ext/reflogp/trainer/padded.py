@@ -11,20 +11,21 @@ import numpy.typing as npt
 import torch
 
 Ids = npt.NDArray[np.int64]
-#: An embedding counts as a table of positions if it has as many rows as the config has positions, or at most this many more
-#: (OPT has 2 more).
+#: An embedding counts as a table of positions if it has as many rows as the config's max_position_embeddings, or at most this
+#: many more (OPT has 2 more).
 _SPARE_POSITIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """A batch of prompt and completion tokens, padded on both sides, with a description of which log-probs are needed.
+    """A batch of prompt and completion tokens, possibly padded on both sides, with a description of which log-probs are needed.
 
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of columns with completion tokens: the last columns of `input_ids`. Only these tokens need log-probs.
-            If `completion` equals `width`, every token of a row needs one, except the first, which has no context.
+        completion: number of columns at the right of `input_ids` that contain the completion. Only tokens in these columns need
+            log-probs. If this number equals the width, all tokens of a row need log-probs except the first, which has no
+            context.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """
@@ -53,10 +54,13 @@ class PaddedBatch:
     def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
         """Return the sequences to score, in two lists: sequences without padding, and sequences that keep their padding.
 
-        A row's padding can be omitted if it only shifts all positions by the same amount and the model's attention depends only
-        on relative positions. A row keeps its left padding if the model has absolute positions. It also keeps its padding if
-        there is padding between tokens, if padding is the only context of the completion, or if log-probs of the padding are
-        needed.
+        Rows in which no token needs a log-prob are left out. A row's padding can be omitted if it only shifts all positions by
+        the same amount and the model's attention depends only on relative positions. A row keeps its left padding if the model
+        has absolute positions. It also keeps padding between its tokens, padding that is the only context of the completion,
+        and padding whose log-probs are needed.
+
+        Args:
+            absolute_positions: whether the model has an embedding table for absolute positions; see `has_absolute_positions`.
         """
         plain, padded = [], []
         prompt = self.input_ids.shape[1] - self.completion

@@ -47,7 +47,7 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
     Args:
         model: the unwrapped model.
         with_adapters: whether to hash the weights of all adapters of a PEFT model. If False, the weights of its adapters are
-            not hashed, except those of an adapter named "ref".
+            not hashed, except those of an adapter named "ref" (which TRL uses as the reference).
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -108,7 +108,8 @@ class PolicyWeights(TrainerCallback):
 
 
 def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
-    """Return the PolicyWeights of a trainer. The first call creates the PolicyWeights, which records the initial weights."""
+    """Return the PolicyWeights of a trainer. The first call creates the PolicyWeights, which records the fingerprint of the
+    initial weights. Later calls ignore `with_adapters`."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     if found is None:
         found = trainer._reflogp_policy_weights = PolicyWeights(trainer, with_adapters)
@@ -116,7 +117,8 @@ def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
 
 
 def is_unchanged(trainer: Any) -> bool:
-    """Return True if a trainer's policy still has its initial weights, or if the trainer is still being constructed."""
+    """Return True if a trainer's policy still has its initial weights, or if `weights_of` has not recorded them yet (for
+    example because the trainer is still being constructed). All processes must call this function together."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     return found is None or found.unchanged
 

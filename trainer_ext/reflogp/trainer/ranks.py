@@ -1,5 +1,5 @@
-"""Run work on all processes of a distributed run. If the work fails on one process, it fails on all, so no process waits
-forever.
+"""Run work on all processes of a distributed run. If the work fails on one process, an error is raised on all processes, so
+that none of them waits forever.
 
 The functions of this module use torch.distributed's default process group, and get a process's number on its node from
 accelerate.
@@ -63,8 +63,8 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
         work: the function to run; it may use collective operations.
 
     Raises:
-        on the process where `work` fails, the exception that `work` raised; on all other processes, a RankFailedError with the
-        text of that exception.
+        on a process where `work` fails, the exception that `work` raised; on all other processes, a RankFailedError with the
+        text of the exception from the failed process with the lowest rank.
     """
     if Rank.here().count == 1:
         return work()
@@ -77,7 +77,9 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
 
 
 def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
-    """Run `work` as `on_all_ranks` does, but allow it to take longer than the process group's timeout (10 minutes with NCCL).
+    """Run `work` as `on_all_ranks` does, but allow it to take longer than the process group's timeout.
+
+    By default, this timeout is 10 minutes with NCCL.
 
     Args:
         what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
@@ -95,8 +97,8 @@ def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], Non
 
     Args:
         what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
-        future: this process's work.
-        on_wait: function that is called repeatedly until this process's work is done.
+        future: the future of this process's work.
+        on_wait: function that is called about every 5 seconds until this process's work is done.
     """
     while True:
         wait([future], timeout=_BEAT)

@@ -47,13 +47,13 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass
 class Traffic:
-    """The number of batches, sequences and tokens that a service has scored, and the time that its responses took.
+    """The number of batches, sequences and tokens that a service has scored for this process, and how long this took.
 
     Attributes:
         batches: number of batches whose values were received.
         sequences, tokens: number of sequences that the service scored, and number of their prompt and completion tokens.
         seconds: time from sending a batch's requests to receiving the batch's values, summed over all batches.
-        waited_seconds: the part of `seconds` during which the trainer waited.
+        waited_seconds: the part of `seconds` during which the trainer waited for values and did no other work.
     """
 
     batches: int = 0
@@ -63,6 +63,8 @@ class Traffic:
     waited_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the attributes, and as `hidden_share` the fraction of `seconds` during which the trainer did not wait (None if
+        `seconds` is 0)."""
         hidden = 1 - self.waited_seconds / self.seconds if self.seconds else None
         return {**asdict(self), "hidden_share": hidden}
 
@@ -78,16 +80,17 @@ class RemoteReference(ReferenceDuringTraining):
         deadline: maximum number of seconds to wait for one batch's values, including retries and the pauses between retries.
             The service may be slow, unreachable or restarting for this long before an error is raised.
         absolute_positions: whether the reference model has an embedding table for absolute positions (as GPT-2 does), so that
-            left padding changes the reference's input.
+            left padding changes a token's position embedding. If True, rows are scored with their left padding.
 
     Raises:
-        UsageError: the source is not a service.
+        UsageError: the source is not a service, or the deadline is not above 0.
         ReferenceNotFoundError, ServiceError: the service does not have the reference, or is unreachable.
-        RankFailedError: another process could not reach the service.
+        ReferenceChangedError: the processes of a distributed run got different references from the service.
+        RankFailedError: another process could not use the service or the reference.
 
     Attributes:
         where: the service's URL, the reference's id and dtype, and the snapshot number (the latest if the source has none).
-        traffic: what the service has scored so far, and the time that its responses took.
+        traffic: what the service has scored for this process so far, and how long this took.
 
     Examples:
         >>> import torch
@@ -236,7 +239,7 @@ class RemoteReference(ReferenceDuringTraining):
             now = time.monotonic()
             if now - said >= _WORDS_SECONDS:
                 said = now
-                waited = f"{now - since:.0f} of {self._deadline:.0f} seconds"
+                waited = f"{now - since:.0f} seconds (deadline: {self._deadline:.0f} seconds)"
                 logger.warning(
                     "%s has not returned log-probs for this batch yet; the step has waited for %s", self.where.store, waited
                 )
@@ -269,7 +272,8 @@ class RemoteReference(ReferenceDuringTraining):
             raise UnusableLogpsError(f"the service could not score rows {rows} of this batch: {error}", rows) from error
         except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
             error.add_note(
-                f"No response within {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint."
+                f"The service returned no log-probs within {self._deadline:.0f} seconds (the deadline). "
+                "Resume the run from its checkpoint."
             )
             raise
         except RequestRefusedError as error:

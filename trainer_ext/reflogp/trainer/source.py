@@ -34,8 +34,8 @@ class ReferenceSource:
     """Where trainers get reference log-probs, and which reference model computed them.
 
     Args:
-        location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join`
-            wrote (….parquet).
+        location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join` or
+            a service's job wrote (….parquet).
         model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
             are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id
@@ -44,22 +44,26 @@ class ReferenceSource:
             dtype in which the run computes, which must be one of them. If the location has no values of the model, "auto" also
             selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift
             determine the run's dtype from the policy and its mixed precision. Everything else that uses a source, such as
-            `open`, assumes that the run computes in bfloat16.
+            `open`, assumes that the run computes in bfloat16. If `model` is omitted, `dtype` and `lm_head_dtype` are ignored.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of the snapshot to read, or None for the snapshot that is the latest when the trainer starts to look
             up its dataset's values.
-        on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
-            command that scores the rows. With "score", the service scores the rows and stores their values before training
-            begins. With "compute", the trainer's own model computes the values, with any adapter turned off. If that model
-            has no adapter, it must start from the reference model's weights.
+        on_miss: what to do about rows without values. With "error", the run stops before training, and the error contains the
+            command that scores the rows (or, for a file, says to create the file again). With "score", the service scores the
+            rows and stores their values before training begins. With "compute", the trainer's own model computes the values,
+            with any adapter turned off. Without the adapter, the model must have the reference model's weights. "compute" works
+            only with trainers that are based on `CachedReferenceMixin`, and not with streams. For a stream, "error" and "score"
+            take effect when the rows are read, during training.
         lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
         reference: name of the reference model in a service; it can replace `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
-        score_timeout: maximum number of seconds that on_miss="score" may take. If None, there is no limit, but an error is
-            raised if the service is unreachable for ten minutes.
+        score_timeout: maximum number of seconds to wait for one scoring job, or None for no limit. Either way, an error is
+            raised if the service does not respond for ten minutes. With on_miss="score", at most one job is submitted for each
+            dataset (for a stream, for each batch of rows).
 
     Raises:
-        UsageError: the arguments do not name a reference, or they contradict each other.
+        UsageError: the arguments name no reference or a model that does not exist, or they contradict each other.
+        CheckpointError, FileChangedError: the reference id of `model` cannot be computed; see `describe_reference`.
 
     Examples:
         >>> from reflogp.trainer import ReferenceSource
@@ -94,7 +98,7 @@ class ReferenceSource:
             )
         if reference is not None and not self.is_service:
             raise UsageError(
-                "reference= is the name of a model in a service; for a store, pass model= or reference_id= instead"
+                "reference= is the name of a model in a service; for a store or a file, pass model= or reference_id= instead"
             )
         if not self.is_file and model is None and reference_id is None and reference is None:
             raise UsageError("ReferenceSource needs model= (a folder or hub id), reference_id= or, for a service, reference=")
@@ -173,8 +177,7 @@ class ReferenceSource:
 
     @property
     def is_store(self) -> bool:
-        """Return True if this source is a store (a folder or s3://…), rather than a service or a file that `reflogp join`
-        wrote."""
+        """Return True if this source is a store (a folder or s3://…), rather than a service or a Parquet file."""
         return not self.is_service and not self.is_file
 
     def nothing_scored(
@@ -196,7 +199,8 @@ class ReferenceSource:
         return type(error)(f"{words}. Score the data: {command}{hint}")
 
     def score_command(self, dtype: str, data: str = "DATA", settings: TrainerSettings | None = None) -> str:
-        """Return the command that scores data in the given dtype."""
+        """Return the command that scores data in the given dtype. If this source was created without `model`, the command
+        contains the placeholder MODEL."""
         if self.described is None:
             return ScoreArguments("MODEL", data, self.location, dtype).command()
         reference = replace(self.described, dtype=dtype)
@@ -231,7 +235,7 @@ def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: 
     found = describe_reference(model, "bfloat16" if dtype == AUTO else dtype, lm_head_dtype=lm_head_dtype)
     if reference_id not in (None, found.reference_id):
         raise UsageError(
-            f"the reference id of {model} in {dtype} is {found.reference_id}, but reference_id={reference_id}: omit model= or "
-            "reference_id="
+            f"the reference id of {model} in {dtype} is {found.reference_id}, but reference_id={reference_id} was passed: "
+            "omit model= or reference_id="
         )
     return found

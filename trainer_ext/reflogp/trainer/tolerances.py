@@ -17,8 +17,9 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Return how much two computations of the same sum of log-probs in `dtype` may differ: the returned value times √n, in
-    nats, for a sum over n tokens. Treat an unknown dtype as bfloat16.
+    """Return the allowed difference between two computations of the same sum of log-probs in `dtype`, in nats/√tokens.
+
+    Two sums over n tokens may differ by the returned value times √n. An unknown dtype is treated as bfloat16.
 
     For an autocast dtype, the tolerance depends on the dtype of the matrix products, because matrix products cause most of the
     difference.

@@ -20,6 +20,7 @@ HOOK = "_precompute_ref_logps"
 #: The first version of TRL whose DPOTrainer has the hook. With older versions, reference columns are added after the trainer is
 #: constructed.
 _FIRST_WITH_HOOK = Version("0.29.0.dev0")
+#: The first version of TRL in which no Liger loss computes reference log-probs (see `refuse_liger_loss`).
 _FIRST_WITHOUT_LIGER_LOSS = Version("1.14.0.dev0")
 TESTED = (
     "reflogp's trainers are tested with TRL 1.2, 1.8, 1.9 and 1.12 to 1.16 (DPO also with 0.24 and 1.1); install one of these "

@@ -1,4 +1,5 @@
-"""Look up reference log-probs in a store's snapshot, in a service, or in a file that `reflogp join` wrote."""
+"""Look up reference log-probs in a store's snapshot, in a service, or in a file that `reflogp join` or a service's job
+wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from reflogp.store.windows import TrainerSettings
 
 #: Maximum number of keys per lookup over HTTP. The response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
-#: Maximum number of sequences whose token values are in one response: 80 MB if each sequence has 2,000 tokens.
+#: Maximum number of sequences whose token values are requested from a service at once. The response has 80 MB if each sequence
+#: has 2,000 tokens.
 _VALUES_AT_ONCE = 10_000
 
 
@@ -49,7 +51,7 @@ class Where:
         store: the store's URI, the service's URL, or the file's path.
         reference_id: the reference model's id.
         reference_dtype: dtype in which the reference model computed the values.
-        snapshot: number of the snapshot.
+        snapshot: number of the snapshot. In a service, 0 means that nothing has been scored yet.
     """
 
     store: str
@@ -64,7 +66,10 @@ class Values(Protocol):
     where: Where
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        """Look up the keys of a dataset's rows, and return a Join with the sums of their log-probs."""
+        """Look up the keys of a dataset's rows, and return a Join with the sums of the rows' log-probs.
+
+        Raises UsageError if the source is a file that was written for other settings or another type of dataset.
+        """
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         """Return the log-probs of each key's completion tokens (list<float32>), or null for a key whose values are missing or
@@ -75,7 +80,11 @@ class Values(Protocol):
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         """Return the command that scores `data` and adds the results to this source, or an empty string if the source is a
-        file."""
+        file.
+
+        `model` is the reference model as it should appear in the command. None stands for its name in the store. The command
+        for a service uses the service's own name for the reference instead.
+        """
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
@@ -92,12 +101,13 @@ def command_to_score(model: str, reference: Reference, data: str, store: str, se
 
 
 def needs_remote_code(model: str) -> bool:
-    """Return True if transformers needs code from the checkpoint to load a model or its tokenizer."""
+    """Return True if transformers needs code from the checkpoint to load a model or its tokenizer. Return False if the
+    checkpoint cannot be found or read."""
     try:
         folder = resolve_model(model, weights=False)
         if not (folder / "config.json").is_file():
             folder = read_checkpoint(folder).folder
-    except ReflogpError:  # the checkpoint is not on this machine
+    except ReflogpError:  # the checkpoint cannot be found or read
         return False
     config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
     brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
@@ -172,7 +182,7 @@ class ServiceValues:
                     )
                 return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
         names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
-        raise ReferenceNotFoundError(f"{url} has no reference {reference}; it has {names}")
+        raise ReferenceNotFoundError(f"{url} has no reference {reference}; its references: {names}")
 
     @staticmethod
     def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
@@ -215,10 +225,12 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenized rows in a job; return a ServiceValues for the snapshot with the job's results.
+        """Have the service score tokenized rows in a job, and wait for the job to finish. Return a ServiceValues for the
+        snapshot with the job's results.
 
         Args:
             rows: table of token ids, with prompt_ids and the completion columns.
+            settings: the trainer's settings. The job uses those that determine which sequences are scored.
             on_change: function that is called with the job whenever its state changes.
             timeout: maximum number of seconds to wait for the job, or None for no limit.
 

@@ -5,8 +5,9 @@ prevent this, datasets are checked before a trainer prepares them.
 
 TRL tokenizes pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
 tokens from which a row's keys are computed. For the keys, the collator gets blank images of the same sizes instead of the
-row's images, which saves time. Image ids then replace the image tokens in its output (reflogp.store.images). Because the
-collator drops the reference columns, reflogp adds these columns to the collator's output.
+row's images, which saves time. In the collator's output, the image tokens are then replaced with image ids, which identify the
+row's images (see reflogp.store.images). Because the collator drops the reference columns, reflogp adds these columns to the
+batches.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.trl_versions import trl_modules, trl_version
 
 _BATCH_ROWS = 1000
+#: The first version of TRL with which pairs with images can be used.
 _FIRST_TRL = Version("1.9.0")
+#: Name of TRL's collator for pairs with images.
 _COLLATOR = "DataCollatorForVisionPreference"
 #: Packages whose versions may change the tokens.
 _MAKERS = ("reflogp", "trl", "transformers", "tokenizers", "datasets", "pillow")
@@ -93,7 +96,8 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError if a dataset contains more than text and token ids; the error names the first row that does.
+    """Raise UsageError if a dataset contains more than text and token ids. The error names the first such row, or the column
+    that must be removed.
 
     Args:
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
@@ -101,8 +105,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
         name: the dataset's name in error messages (train, eval, …).
         raw: True if TRL has not prepared the dataset yet. In that case, columns named `image` or `images` are rejected even if
             they contain no images.
-        images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, are
-            rejected.
+        images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, and of
+            processed media, such as pixel_values, are rejected.
     """
     if images:
         _refuse_other_media(dataset, name)
@@ -130,7 +134,7 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
 
 
 def _refuse_other_media(dataset: Any, name: str) -> None:
-    """Raise UsageError if a dataset with images has columns of other media, which TRL would silently ignore."""
+    """Raise UsageError if a dataset with images has columns of other or processed media, which TRL would silently ignore."""
     for column in getattr(dataset, "column_names", None) or ():
         if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
             raise UsageError(
@@ -177,8 +181,9 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
         trainer: a constructed trainer.
         name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError, with the row's number, if TRL's collator rejects a row or if truncation to `max_length` would remove
-    tokens of a row's images.
+    Raises UsageError if the run uses another collator than TRL's, or if the model's config does not name an image token. Also
+    raises UsageError, with the row's number, if a row cannot be used or if truncation to `max_length` would remove tokens of a
+    row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
@@ -296,5 +301,5 @@ def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> N
         if len(places) and places[-1] >= max_length:
             raise UsageError(
                 f"row {number} of {name}: max_length={max_length} would cut off tokens of the row's images (the last image "
-                f"token is token {places[-1] + 1}); increase max_length or remove the row"
+                f"token is token {places[-1] + 1} of the row); increase max_length or remove the row"
             )

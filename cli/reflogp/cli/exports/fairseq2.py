@@ -1,6 +1,6 @@
-"""Write preference pairs and their reference scores as JSON Lines, so that fairseq2 can train without a reference model.
+"""Write preference pairs and their log-prob sums as JSON Lines, so that fairseq2 can train without a reference model.
 
-To train in this way, set `reference_model: null` in fairseq2's config.
+To train without a reference model, set `reference_model: null` in fairseq2's config.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """
@@ -26,9 +26,12 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
 
     The sums are in the fields reference_score_chosen and reference_score_rejected.
 
-    Raises UsageError if the name of the output file does not end in .jsonl, or if rows lack the fields that fairseq2 reads.
-    Also raises UsageError if truncation may have excluded a completion's last tokens from its sum, or if a sum is 0. fairseq2
-    would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
+    fairseq2 would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
+
+    Raises:
+        UsageError: the output file's name does not end in .jsonl, the file cannot be written, the pairs lack columns that
+            fairseq2 reads, the pairs were joined with a max_length (the sums may then exclude a completion's last tokens), a
+            sum is 0, or a row cannot be written as JSON.
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the name of the output file {file} must end in .jsonl, as fairseq2 expects")

@@ -1,6 +1,6 @@
 """Read preference pairs with reference log-probs from a file written by `reflogp join`, or from a job's result.
 
-Every export needs a finite value for each row of the dataset, in dataset order. This module checks the values and the order.
+Every export needs all rows of the dataset in dataset order, and finite values in each row. This module checks both.
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ class JoinedPairs:
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if the join used a max_length: the sums may then exclude a completion's last tokens."""
+        """Raise UsageError if the join used a max_length. The sums may then exclude a completion's last tokens.
+
+        Args:
+            stack: name of the training stack, for the message.
+            why: what the stack does with long sequences, such as "does not truncate sequences"; follows the name in the
+                message.
+        """
         if self.max_length is not None:
             raise UsageError(
                 f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join the dataset again without "
@@ -75,8 +81,9 @@ def read_pairs(file: Path) -> JoinedPairs:
 
     Raises:
         RowsWithoutValuesError: some rows of the dataset have no values. The error lists these rows.
-        UsageError: the file does not exist, has no values for pairs, was joined with `ld_alpha`, has values that are not
-            finite, or has rows out of order.
+        UsageError: the file does not exist, cannot be read, is not output of `reflogp join` or `reflogp jobs result`, was
+            written by an older version of reflogp, has KTO rows, was joined with `ld_alpha`, has values that are not finite, or
+            has rows out of order.
     """
     try:
         opened = pq.ParquetFile(file)
@@ -135,7 +142,7 @@ def _as_usage_error(file: Path) -> Iterator[None]:
 def _refuse_rows_without_values(file: Path, table: pa.Table, rows: npt.NDArray[np.int64], expected: int) -> None:
     """Raise RowsWithoutValuesError if any rows have no values.
 
-    In a job's result, the values of such rows are null; in a joined file, the rows are missing.
+    In a job's result, the values of such rows are null; in a joined file, such rows are missing.
     """
     null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
     reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}

@@ -19,8 +19,7 @@ from reflogp.store.texts import counted
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
-#: Fields of ScoringFingerprint in preference.py (at commit 0eca073e) that are never null. All other fields are null if they are
-#: not given.
+#: Fields of ScoringFingerprint in preference.py (at commit 0eca073e) that are never null. The other fields can be null.
 _REQUIRED = (
     "dataset",
     "tokenizer",
@@ -34,14 +33,14 @@ _REQUIRED = (
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
     """Write ref_logprobs.jsonl and scoring_metadata.json.
 
-    Each record in ref_logprobs.jsonl contains a pair's `pair_id` (its number, counted from 0) and, for each of its two
-    completions, the log-prob sum (in nats) and the token count.
+    Each record in ref_logprobs.jsonl contains a pair's `pair_id` (the pair's number in the dataset, counted from 0) and, for
+    each of the pair's two completions, the log-prob sum (in nats) and the token count.
 
     scoring_metadata.json contains the fingerprint's fields, num_pairs and, under `reflogp`, the reference and snapshot that the
-    values come from. The trainer compares the fingerprint's fields with those of its own run, and ignores the other entries.
-    The trainer rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted before
-    ref_logprobs.jsonl is replaced, and the new one is written last. Therefore, an interrupted export leaves the previous files
-    unchanged or leaves a folder that the trainer rejects.
+    values come from. Megatron-Bridge's trainer compares the fingerprint's fields with those of its own run, and ignores the
+    other entries. The trainer rejects a folder without scoring_metadata.json. An existing scoring_metadata.json is deleted
+    before ref_logprobs.jsonl is replaced, and the new one is written last. Therefore, an interrupted export leaves the previous
+    files unchanged or leaves a folder that the trainer rejects.
 
     Args:
         pairs: the pairs to write.

@@ -33,9 +33,9 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
 
     Args:
         pairs: the pairs to write.
-        folder: open-instruct's REFERENCE_LOGPROBS_CACHE_PATH.
-        cache_hash: name of this run's cache, as it appears in open-instruct's log.
-        loss_type: the run's loss.
+        folder: open-instruct's cache folder, which the environment variable REFERENCE_LOGPROBS_CACHE_PATH names.
+        cache_hash: hash in the name of the training run's cache file, as it appears in open-instruct's log.
+        loss_type: the training run's loss.
 
     Raises:
         UsageError: the hash is invalid, the pairs were joined with truncation_mode "keep_end", or the loss needs means but a

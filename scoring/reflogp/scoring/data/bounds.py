@@ -1,8 +1,9 @@
 """Limit how much data is decoded from a dataset, because a file of a few kilobytes can expand to terabytes.
 
 The scoring service applies these limits to the datasets that it reads; commands such as `reflogp score` do not. There is a
-maximum size for a row, for a group of rows that is read at once (a JSON array, a Parquet row group, an Arrow batch), and for
-the whole dataset. Sizes are measured in bytes of decoded data, not of the Python objects created from the data.
+maximum size for a row (`row_bytes`), for a group of rows that is read at once, such as a Parquet row group (`group_bytes`), and
+for the whole dataset (`dataset_bytes`). Sizes are measured in bytes of decoded data, not of the Python objects created from the
+data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to 64 MiB of memory plus twice `group_bytes`.
 The parent process holds one message from the child in memory at a time. A message contains at most 32 MiB of data, or one row
@@ -11,8 +12,8 @@ if the row is larger. A batch with dictionaries or views cannot be split, so its
 The limits do not cover the following costs. The first three are costs in memory, so also set a memory limit for the process.
 - Python objects. Lists and dicts take up to about thirty times the size of their JSON text; strings take up to four times the
   size of their text.
-- JSON arrays. While an array is decoded, two copies of it are in memory (about twice `group_bytes`), in addition to the Python
-  objects.
+- JSON arrays. The text of the whole array is in memory while its rows are read. As a Python string, it takes up to four times
+  `group_bytes`. While the string is created, the bytes of the file (up to `group_bytes`) are in memory too.
 - Decompression. A decompressor keeps its latest output in memory (up to 128 MiB for zstd).
 - Time. A file with many tiny pages or rows can take a long time to read, because only its size is limited (`dataset_bytes`),
   not the time.
@@ -40,7 +41,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 #: Maximum number of rows that are decoded at once.
 BATCH_ROWS = 1024
 _CHUNK = 1 << 20
-#: Bytes that are counted for each value, and for each list or struct, in addition to its content.
+#: Bytes that are counted in addition to the content: for each value, and for each list, map, map entry or struct.
 VALUE_BYTES, _NESTED_BYTES = 8, 64
 
 
@@ -49,8 +50,9 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row. A larger row is reported as a bad row. In a CSV file, a larger row ends the reading
-            with a DatasetError, because the rows after it cannot be read.
+        row_bytes: maximum size of a row. A larger row is reported as a bad row. There are two exceptions. In a CSV file, the
+            size is counted in characters, and a larger row ends the reading with a DatasetError, because the rows after it
+            cannot be read. In a JSON array, rows are limited only by `group_bytes`.
         dataset_bytes: maximum total size of a dataset's files.
         group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -80,7 +82,7 @@ class Meter:
         self.bounded = bounds is not None
         self.bounds = bounds or _NO_BOUNDS
         self._name = name
-        #: The caller's `check`.
+        #: The caller's `check`, or a function that does nothing.
         self.check = check or (lambda: None)
         self._spent = 0
 
@@ -256,9 +258,10 @@ def _lengths(array: pa.Array) -> pa.Array:
 
 # Arrow files
 #
-# Each message states the size of its content. This size is checked before a batch is decoded. The size is read from the
-# message's flatbuffer (github.com/google/flatbuffers, internals) without decoding the whole buffer. A damaged flatbuffer raises
-# struct.error or IndexError.
+# A message consists of metadata and a body. The metadata is a flatbuffer (github.com/google/flatbuffers, internals) that lists
+# the position of each buffer in the body. If the body is compressed, each of its buffers starts with its decompressed size. The
+# sizes of all messages are checked before the first batch is decoded. The functions below read single fields of a flatbuffer
+# without decoding all of it. For a damaged flatbuffer, they raise struct.error or IndexError.
 
 
 def place(data: bytes, at: int) -> int:
@@ -267,8 +270,10 @@ def place(data: bytes, at: int) -> int:
 
 
 def table_at(data: bytes, table: int, number: int) -> int:
-    """Return the offset of the table or vector that field `number` of a flatbuffer table refers to. Raises IndexError if the
-    field is absent."""
+    """Return the offset of the table or vector that field `number` of the flatbuffer table at offset `table` refers to.
+
+    Raises IndexError if the field is absent.
+    """
     at = field_at(data, table, number)
     if at is None:
         raise IndexError
@@ -276,7 +281,7 @@ def table_at(data: bytes, table: int, number: int) -> int:
 
 
 def field_at(data: bytes, table: int, number: int) -> int | None:
-    """Return the offset of field `number` of a flatbuffer table, or None if the field is absent."""
+    """Return the offset of field `number` of the flatbuffer table at offset `table`, or None if the field is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     entry = 4 + 2 * number
     if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:

@@ -5,6 +5,9 @@ links. A user who can write below the root therefore cannot make a reader open f
 read, its digest is compared with the expected digest. After the dataset has been read, each file is checked for changes.
 Copying the dataset before it is hashed and read would be just as safe, but the copy would take disk space and time. Files are
 hashed before they are read, not while they are read, because a format such as Parquet is not read from beginning to end.
+
+If the system has no /proc/self/fd, or no temporary folder can be created, libraries cannot read the open files. The dataset is
+then opened again by its path after it has been hashed, and the check after reading also detects replaced files.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from reflogp.store import ContentMismatchError, FileChangedError
 from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
 from reflogp.store.texts import shortened
 
-#: Maximum number of entries in a dataset folder; a folder with more entries is rejected.
+#: Maximum number of entries in a dataset folder and its subfolders together. A folder with more entries is rejected.
 MOST_ENTRIES = 10_000
 #: Maximum number of symbolic links in one path; the kernel has the same limit.
 _MOST_LINKS = 40
-#: Maximum numbers of characters and of components in an image's path. Each folder in the path is opened briefly.
+#: Maximum number of characters, and maximum number of components, in an image's path. While a path is resolved, all of its
+#: folders are open at the same time.
 _LONGEST_PATH, _MOST_PARTS = 4096, 256
 #: Maximum number of files that are open at the same time while files are only hashed.
 _TOGETHER = 256
@@ -40,11 +44,12 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class PathError(DatasetError):
-    """A path that cannot be used as a dataset.
+    """The path of a dataset, of an entry in a dataset folder, or of an image cannot be used.
 
     Attributes:
         kind: "outside" if the path leads outside the root; "hidden" if a component of the path starts with a dot; "missing" if
-            the file does not exist or cannot be read; "unusable" if the file or folder exists but is not a dataset.
+            the file or folder does not exist or cannot be opened; "unusable" for any other reason, such as a folder without
+            dataset files or too many symbolic links.
         next_step: advice for the caller.
     """
 
@@ -77,7 +82,8 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
     files. Hidden files and files without a supported suffix are ignored, because dataset readers skip them.
 
     Raises:
-        PathError: the path leads outside the root, does not exist, or is not a dataset.
+        PathError: the path leads outside the root, is hidden, does not exist, or is not a dataset, or the dataset's folders
+            have more than `most_entries` entries in total.
         FileChangedError: a file is being written to.
     """
     with _opened(root, parts) as found:
@@ -92,8 +98,10 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """A dataset's open files. The constructor opens the files and compares their content with the expected digest; a `with`
-    block closes the files on exit.
+    """A dataset's open files.
+
+    The constructor opens the files and compares their content with the expected digest. Use a `with` block to close the files
+    on exit.
 
     Args:
         root: folder that the path must not leave.
@@ -119,7 +127,8 @@ class OpenDataset:
             self.path = found.path
             _allow_many_files()
             self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # A file in the service's own folder gets new timestamps with each upload, so only its content is compared.
+            # The service sets new timestamps on a file in its own folder when the same content is uploaded again or another job
+            # uses the file. Therefore, only the content of such a file is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
                 raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit the job again")
@@ -127,7 +136,8 @@ class OpenDataset:
             place = self._close.enter_context(folder_of_open_files(self._files, "dataset"))
             self._by_path = place is None
             only = None if found.is_folder() else next(iter(self._files))
-            #: The path to read the dataset from.
+            #: The path to read the dataset from: a link to an open file, a folder of such links, or `path` if the system does
+            #: not support such links.
             self.readable = self.path if place is None else place if only is None else place / only
         except BaseException:
             self._close.close()
@@ -155,7 +165,7 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     """Return a function that takes an image's path from a dataset row, opens the file and returns its descriptor.
 
     Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
-    through a hidden folder, or if the file is hidden or cannot be opened.
+    through a hidden folder, if a path is too long, or if the file is hidden or cannot be opened.
 
     Args:
         root: folder that paths must not leave.

@@ -31,10 +31,10 @@ from reflogp.store.texts import shortened
 
 #: Maximum number of seconds to wait for a child between two calls to the caller's `check`.
 POLL_SECONDS = 0.1
-#: A child that uses no processor time for this many times its time limit is killed. Such a child may be waiting for a lock or
-#: for the network.
+#: Maximum idle time of a child, as a multiple of its processor time limit. A child that is idle for longer, for example because
+#: it waits for a lock or for the network, is killed.
 STILL = 6
-#: File descriptor of the socket in a child; the descriptors of `files` follow this one.
+#: File descriptor of the socket in a child. The files that the caller lists have the descriptors after this one.
 SOCKET = 3
 #: Exit status of a child that raised MemoryError.
 OUT_OF_MEMORY = 3
@@ -53,6 +53,9 @@ class ConfinedProcess:
         socket: the parent's end of the socket.
         pid: the child's process id.
         still: True if the child was killed because it used no processor time and made no progress.
+
+    Raises:
+        ReflogpError: the child process cannot be started.
     """
 
     def __init__(self, work: Callable[[], None], memory: int, files: Sequence[int] = ()) -> None:
@@ -64,7 +67,8 @@ class ConfinedProcess:
         self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
         done = False
-        # This is not an Event, because Ctrl-C during Event.wait releases a lock that others hold.
+        # This is a lock and not an Event, because Ctrl-C during Event.wait can release the Event's internal lock while another
+        # thread holds it.
         waiting = threading.Lock()
         waiting.acquire()
 
@@ -86,7 +90,7 @@ class ConfinedProcess:
 
         # Python runs signal handlers in the main thread. If a handler raised an exception, such as KeyboardInterrupt, during a
         # fork, the child would stay alive, and locks that Python takes around a fork, such as those of logging, would stay
-        # locked.
+        # locked. Therefore, another thread forks, and this thread waits for it.
         try:
             try:
                 _thread.start_new_thread(fork, ())
@@ -113,8 +117,9 @@ class ConfinedProcess:
     def watch(self, seconds: float, progress: int) -> None:
         """Kill the child if, for `seconds` seconds, it has used no processor time and `progress` has not changed.
 
-        `progress` is a number that the caller changes when the child makes progress. Time during which the parent process does
-        not run, for example because the machine is suspended, is not counted.
+        The caller must call this method repeatedly while it waits for the child. `progress` is a number that the caller changes
+        when the child makes progress. At most one second is counted between two calls, so that the time during which the parent
+        process does not run, for example because the machine is suspended, does not count.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now

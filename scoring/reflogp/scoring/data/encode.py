@@ -1,10 +1,11 @@
 """Encode examples as token ids in the same way as TRL.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
-only to plain-text completions. For each completion, two texts are tokenized: the prompt, and the prompt followed by the
-completion. The completion starts after the longest common prefix of the two lists of tokens. If the two completions of a pair
-would start at different positions, both start at the earlier one. This module does not import trl. Templates and tokenizers run
-in the calling process, so `row_process` calls this module in child processes that it can kill.
+only to plain-text completions that do not already end with one. For each completion, two texts are tokenized: the prompt, and
+the prompt followed by the completion. The completion starts after the longest common prefix of the two lists of tokens. If the
+two completions of a pair would start at different positions, both start at the earlier one. Prompt tokens beyond this start are
+dropped. This module does not import trl. Templates and tokenizers run in the calling process, so `row_process` calls this
+module in child processes that it can kill.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ]
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program; its exceptions are errors in the row
+    except Exception as error:  # a template is a program, which can raise any exception
         raise RowError(f"the chat template fails for this row: {first_line(error)}") from error
 
 

@@ -2,7 +2,7 @@
 
 A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. Therefore, each image
 is first decoded in a forked child process, which returns a digest of the pixels. Later, the process that runs the model decodes
-only bytes that a child process has decoded without errors.
+only bytes that a child process, in this run or an earlier one, has decoded without errors.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 #: Maximum number of pixels in an image.
 MAX_PIXELS = 89_478_485
-#: Formats that are decoded if the installed version of Pillow supports them. Pillow's decoders for other formats start external
-#: programs or are rarely used.
+#: Formats that are decoded if the installed version of Pillow supports them. Other formats are refused, because Pillow's
+#: decoders for them start external programs or are rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
-#: Limits for a child process: seconds of processor time for one image, and bytes of memory. Decoding the largest progressive
-#: JPEG takes 1.1 GB.
+#: Limits for a child process: seconds of processor time for one image, and bytes of memory. Decoding a progressive JPEG of
+#: MAX_PIXELS pixels takes 1.1 GB.
 SECONDS, _MEMORY = 10.0, 2 << 30
 _TOO_MUCH_MEMORY = "decoding the image takes too much memory"
 _LENGTH = struct.Struct("<Q")
@@ -67,19 +67,19 @@ class ImageDecoder:
         with self._lock:
             self._closed = True
             for child in self._started:
-                os.kill(child.pid, signal.SIGKILL)  # wakes the thread that waits for the child and then calls `end`
+                os.kill(child.pid, signal.SIGKILL)  # the thread that waits for this child's answer wakes up and calls `_end`
         with suppress(queue.Empty):
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
                     self._end(idle)
         for _ in range(self.children):
-            self._idle.put(None)  # a thread that waits for a child wakes up and gets an error
+            self._idle.put(None)  # a thread that waits for an idle child wakes up and gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
         """Return (pixel digest, (size, mode), seconds of processor time spent on decoding) for an encoded image.
 
-        Raises RowError if the data is damaged or is not an image, or if the image has too many pixels or takes too much memory
-        or processor time to decode.
+        Raises RowError if the data is damaged or is not an image, if the image has too many pixels, or if decoding it takes too
+        much memory or time, or crashes two child processes.
         """
         _formats()  # loads the decoders before the fork, so that children do not have to load them
         child, answer = self._idle.get(), None
@@ -207,7 +207,10 @@ def _formats() -> tuple[str, ...]:
 
 
 def decoded(data: bytes) -> Image:
-    """Decode an image. Raises RowError for data that is not an image, is damaged, or has too many pixels."""
+    """Decode the first frame of an image and rotate it according to its EXIF orientation.
+
+    Raises RowError for data that is not an image, is damaged, or has too many pixels.
+    """
     from PIL import ExifTags, ImageOps, UnidentifiedImageError
     from PIL import Image as pillow
 

@@ -1,10 +1,10 @@
 """Tokenize rows with images in the same way as TRL's DataCollatorForVisionPreference, but without processing pixels.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
-list of parts. Placeholders for the images are inserted at the start of the first user message whose content is text. If there
-is no such message, the messages must already contain the placeholders. After the chat template is rendered, the prompt and the
-completions are tokenized separately, without adding special tokens. In a row with plain text instead of
-messages, the text is used unchanged. No EOS token is appended. This module does not import trl.
+list of parts. Placeholders for the images are inserted at the start of the first user message of the prompt whose content is
+text. If there is no such message, the prompt must already contain the placeholders. After the chat template is rendered, the
+prompt and the completions are tokenized separately, without adding special tokens. In a row with plain text instead of
+messages, the text is used unchanged. No EOS token is appended. The column `tools` is ignored. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], tokens: ImageTokens) -> Tokens:
     """Return (prompt_ids, (chosen_ids, rejected_ids)) for a pair with images.
+
+    In prompt_ids, image ids (see `image_ids` in `reflogp.store.images`) replace the image tokens.
 
     Args:
         columns: the row's text columns.
@@ -61,7 +63,11 @@ def prepare_child() -> None:
 
 
 def _rendered(example: Example, images: int, processor: Any) -> list[str]:
-    """Return the text of the prompt and the texts of the completions."""
+    """Return the text of the prompt and the texts of the completions.
+
+    Messages are rendered with the chat template: the prompt alone, and the prompt followed by each completion. The longest
+    common prefix of these texts is the prompt. The rest of each longer text is the completion.
+    """
     if not example.conversational:
         return [example.prompt, *example.completions]
     prompt = with_image_parts(example.prompt, images)
@@ -108,8 +114,8 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
         raise RowError("a content part contains an image; put the images in a column named images")
     if len(parts) != images:
         raise RowError(
-            f"the messages have {counted(len(parts), 'placeholder')} for {counted(images, 'image')}; the prompt needs one for "
-            "each image, and completions must have none"
+            f"the messages have {counted(len(parts), 'placeholder')} for {counted(images, 'image')}; the prompt needs one "
+            "placeholder (a content part of type image) for each image, and completions must have none"
         )
     others = [{"content": [part for part in _parts(message) if part not in parts]} for message in found]
     for other in media_types(others):

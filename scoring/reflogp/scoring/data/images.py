@@ -1,7 +1,8 @@
-"""Read a row's images (bytes, files, data URIs or decoded images), enforce limits on them, and identify each by its pixels.
+"""Read a row's images, enforce limits on them, and identify each image by its pixels.
 
-Images are read in the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF
-orientation, and its mode (such as RGB or L) is kept.
+An image is given as bytes, as the path of a file, as a data URI, or in decoded form (a PIL.Image). An encoded image is read in
+the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF orientation, and its
+mode (such as RGB or L) is kept.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
 #: Digests of images that take at least this many seconds to decode are not cached, so that a row with too many such images also
 #: exceeds ROW_SECONDS in later runs.
 _SLOW_SECONDS = 0.5
-#: A function that opens a file named by a row and returns the file descriptor. It raises OSError, ValueError or RowError.
+#: A function that takes a path from a row, opens the file and returns its descriptor. It raises OSError, ValueError or RowError
+#: if the file cannot be opened.
 OpenFile = Callable[[str], int]
-#: Seconds between two calls of `check`.
+#: Maximum number of seconds between two calls of the caller's `check`.
 _POLL_SECONDS = 0.1
 
 
@@ -57,7 +59,8 @@ class RowImage:
 
     @property
     def size(self) -> int:
-        """Approximate number of bytes that `encoded` returns."""
+        """Number of bytes that `encoded` returns. For a decoded image from the dataset, the approximate number of bytes of its
+        pixels instead, which is usually larger."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
@@ -68,14 +71,16 @@ class RowImage:
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Return the decoded image. Raises RowError if the image's file has changed."""
+        """Return the decoded image. Raises RowError if the image's file has changed or cannot be read."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
-        """Return the image in an encoded form, such as PNG, that decodes to exactly the same pixels.
+        """Return the image as encoded bytes that decode to exactly the same pixels.
 
-        Raises RowError if neither PNG nor TIFF can store the image without loss.
+        A decoded image from the dataset is encoded as PNG, or as TIFF if PNG cannot store it without loss.
+
+        Raises RowError if TIFF cannot store it without loss either, or if the image's file has changed or cannot be read.
         """
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         if isinstance(source, bytes):
@@ -106,7 +111,7 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Return the file's content. Raises RowError if the content has changed."""
+        """Return the file's content. Raises RowError if the content has changed or cannot be read."""
         data = _read("an image", self.path, self.open_file)
         if PixelCache.key(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
@@ -126,7 +131,7 @@ class ImageReader:
     """A reader that opens images and computes their pixel digests, in several threads.
 
     Args:
-        open_file: function that opens a file named by a row.
+        open_file: function that opens the file at a path from a row.
         cache: cache of the pixel digests of encoded images.
         decoder: decoder for the images whose digests are not in the cache.
     """
@@ -261,9 +266,8 @@ def _decoded_size(image: Any) -> int:
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return (name for error messages, value in the row) for each image of a row.
 
-    The column `image` contains one image, and the column `images` contains a list of images.
-
-    If both columns have a value, only `image` is used, as in TRL. If both columns are null or missing, the row has no image.
+    The column `image` contains one image, and the column `images` contains a list of images. If both columns have a value, only
+    `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 
     Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
     """

@@ -15,7 +15,7 @@ from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
-#: Name of an in-memory dataset in messages.
+#: Name, in messages, of a dataset that was passed as a Python object.
 _NAME = "the dataset"
 
 
@@ -24,12 +24,13 @@ def open_dataset(dataset: Any) -> RowSource:
 
     Args:
         dataset: a path or a dataset's name on the Hugging Face Hub (the train split is read), a `datasets.Dataset` or
-            `IterableDataset` (its output format is ignored), a pandas or Polars data frame, a `pyarrow.Table`, or a list of
-            dicts. The dataset must have columns that `reflogp score` accepts.
+            `IterableDataset` (the output format set with `set_format` or `with_format` is ignored), a pandas or Polars data
+            frame, a `pyarrow.Table`, or a list of dicts. This function does not check which columns the dataset has.
 
     Raises:
         DatasetError: the path or the dataset on the Hub cannot be opened.
-        UsageError: the object has an unsupported type, a transform, or column names that are not unique.
+        UsageError: `dataset` has an unsupported type, is a `datasets.Dataset` with a transform, or is a pandas data frame whose
+            column names are not unique.
     """
     if isinstance(dataset, str | os.PathLike):
         return RowSource(os.fspath(dataset))
@@ -88,7 +89,7 @@ def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as a plain Python value. NaN and NA become None, and arrays become lists."""
+    """Return a value of a pandas data frame as a plain Python value. NaN, NA and NaT become None, and arrays become lists."""
     if isinstance(value, np.ndarray):
         return [_plain(entry) for entry in value.tolist()]
     if isinstance(value, list):
@@ -101,12 +102,12 @@ def _plain(value: Any) -> Any:
 
 
 class _ObjectRows(RowSource):
-    """The rows of an in-memory dataset or a stream.
+    """The rows of a dataset that was passed as a Python object.
 
     Args:
         rows: function that returns an iterator over all rows.
         count: number of rows, or 0 if the number is unknown.
-        stream: True if the number of rows may be infinite.
+        stream: True for a stream, which may be endless. `has_column` then returns None without reading any rows.
     """
 
     def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:

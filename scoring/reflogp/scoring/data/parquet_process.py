@@ -2,12 +2,12 @@
 
 A file of a few kilobytes can expand to any size when it is decoded, and a damaged file can crash pyarrow. Therefore, a forked
 child process reads the file with pyarrow and sends record batches as an Arrow stream. If the file cannot be read within the
-limits, or crashes every child that reads it, the parent process treats the file as unreadable and continues.
+limits, or crashes every child that reads it, the parent process raises an error but does not crash.
 
-The parent does not trust the stream: it does not read Arrow messages that are much longer than `ReadBounds.group_bytes`, and
-it validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A malicious file
-that takes control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the
-user's permissions.
+The parent does not trust the stream. It refuses Arrow messages that are longer than `ReadBounds.group_bytes` plus `_MESSAGE`
+bytes, and it validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A
+malicious file that takes control of the child could break these assumptions, read the child's copy of the parent's memory, and
+act with the user's permissions.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one batch, in seconds.
 BATCH_SECONDS = 60.0
-#: Bytes of memory that a child may use in addition to twice `group_bytes`, which covers a page and its decoded values.
+#: A child may use this many bytes of memory in addition to twice `group_bytes`. Twice `group_bytes` is for a page and its
+#: decoded values.
 _MEMORY = 64 << 20
 #: Maximum number of bytes in a message in addition to its batch, for metadata and padding.
 _MESSAGE = 16 << 20
-#: A batch is sent in pieces of at most this many bytes, or of one row, unless its columns cannot be split.
+#: Maximum number of bytes in a piece of a batch. A piece of one row can be larger, and so can a batch that `_pieces` does not
+#: split.
 _PIECE = 32 << 20
 _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
 #: The file's path in the child.
 _FILE = f"/dev/fd/{SOCKET + 1}"
-#: Exit statuses of a child that left an error message: for a file that exceeds the bounds, and for a file that pyarrow cannot
-#: read.
+#: Exit statuses of a child that left an error message. _REFUSED: the file exceeds a limit or its metadata is inconsistent.
+#: _UNREADABLE: pyarrow cannot read the file.
 _REFUSED, _UNREADABLE = 4, 5
-#: The child's result: length of the error message, and number of rows in the file.
+#: The start of the memory in which the child leaves its result: length of the error message in bytes, and number of rows in the
+#: file. The error message follows.
 _RESULT = struct.Struct("<Qq")
 
 
@@ -56,7 +59,7 @@ class _Plan:
 
     Attributes:
         rows: maximum number of rows that are decoded at once.
-        encoded: True to keep strings dictionary-encoded.
+        encoded: True to keep strings dictionary-encoded, and to read only one row group.
         skip: number of rows to skip at the start.
     """
 
@@ -65,8 +68,8 @@ class _Plan:
     skip: int = 0
 
 
-#: Plans for reading a file. If one plan takes too much memory, the next plan is tried. A decoded dictionary can repeat a long
-#: string in every row and in every element of a list, so the later plans keep strings encoded.
+#: Plans for reading a file. If one plan takes too much memory, the next plan is tried. Decoding dictionary-encoded strings can
+#: copy a long string into every row and every element of a list, so the later plans keep strings encoded.
 _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
@@ -87,8 +90,9 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     again.
 
     Raises:
-        DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
-        pa.ArrowException, OSError: the file cannot be read.
+        DatasetError: the file exceeds the bounds, has inconsistent metadata, takes too much memory or time to read, or crashes
+            the child processes that read it.
+        pa.ArrowException, OSError: the file cannot be read for another reason.
     """
     sent = at = 0
     again = True
@@ -130,7 +134,7 @@ def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
 class _Reader(ConfinedProcess):
     """A child process that reads a file.
 
-    In the parent process, pyarrow reads the child's output from this object as from a file.
+    In the parent process, pyarrow reads the child's output from this object, which has the methods of a file.
     """
 
     closed = False
@@ -190,7 +194,8 @@ class _Reader(ConfinedProcess):
     def _failures(self) -> Iterator[None]:
         """Run the `with` block, read the rest of the stream, and wait for the child to exit.
 
-        If the child failed, raise its error.
+        If the child failed, raise an error that states the reason. It replaces the Arrow error that the block raises when the
+        stream ends too early.
         """
         problem = None
         try:
@@ -232,7 +237,8 @@ class _Reader(ConfinedProcess):
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
     """Send a file's schema and batches to the parent, or only the schema if `plan` is None.
 
-    Store the file's number of rows in `result`.
+    Store the file's number of rows in `result`. If the file cannot be read, store an error message in `result` instead, and
+    exit with status _REFUSED or _UNREADABLE.
     """
     pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which does not count toward the limit
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
@@ -264,7 +270,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
         sink.flush()
         for batch in batches:
             for piece in _pieces(batch, min(_PIECE, bounds.group_bytes)):
-                piece.validate()  # without this check, invalid offsets could send other memory
+                piece.validate()  # without this check, invalid offsets could expose other memory of this process
                 if piece.nbytes > bounds.group_bytes:
                     raise group_too_large(file, piece.nbytes, bounds)
                 writer.write_batch(piece)
@@ -273,7 +279,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 
 
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    """Split a batch into pieces that have at most `size` bytes or consist of a single row.
+    """Split a batch into pieces of at most BATCH_ROWS rows and at most `size` bytes. A piece of one row can be larger.
 
     A batch with dictionaries or views is not split, because each piece would still carry the values of all rows.
     """
@@ -294,7 +300,10 @@ def _shares_values(kind: pa.DataType) -> bool:
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError if the file's metadata is inconsistent or states sizes above the bounds."""
+    """Open a Parquet file. If `encoded` is True, dictionary-encoded strings are not decoded.
+
+    Raises DatasetError if the file's metadata is inconsistent, or if its sizes or its number of columns are outside the limits.
+    """
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),

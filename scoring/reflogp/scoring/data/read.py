@@ -51,7 +51,8 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-#: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …".
+#: The suffixes that `dataset_suffix` accepts, as text for messages such as "does not end in …". The rare suffixes .ndjson and
+#: .feather are left out.
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three can be compressed, such as .jsonl.gz or .csv.zst)"
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows exceed this many bytes in total.
@@ -74,7 +75,8 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes; 0 if the size is unknown.
+        size: approximate size of the row in bytes; 0 if the size is unknown. For rows that `datasets` reads and rows of
+            Python objects, only the images are counted.
     """
 
     number: int
@@ -89,16 +91,21 @@ class RowSource:
     Only a file with a JSON array is read into memory as a whole.
 
     Args:
-        data: a file, a folder written by `datasets.save_to_disk`, a folder of files in one format, a hub name, or a file on the
-            Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
+        data: path of a file, of a folder saved by `datasets`, or of a folder of files in one format; name of a dataset on the
+            Hugging Face Hub (a hub dataset); or URI of a file on the Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, only local files are read: hub names and hf://
-            addresses are rejected, and so are saved datasets that name files outside their folder.
+        bounds: limits for untrusted data; None for no limits. With limits, only local files are read: names of hub datasets and
+            hf:// URIs are rejected, and so are saved datasets that name files outside their folder.
         check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
         open_image: function that takes the path of an image file named by a row, opens the file and returns its descriptor. If
-            None, rows can name any file, and relative paths are resolved against the folder of the dataset's files.
+            None, rows can name any file. Relative paths are then resolved against the folder of the dataset's files, or
+            against the current folder if `files` is empty.
 
     Attributes:
+        name: the argument `data`, which is shown in messages.
+        split: the argument `split`.
+        format: format of the files; "folder" for a saved dataset (with `bounds`, "arrow"), "hub" for a hub dataset.
+        files: the files that are read; empty if `format` is "folder" or "hub".
         open_image: function that opens an image file named by a row.
 
     Raises:
@@ -145,15 +152,15 @@ class RowSource:
     def only(self, numbers: Iterable[int]) -> RowSource:
         """Return a copy of this source that yields only the rows with these numbers.
 
-        The rows keep their numbers, and `count` still counts all rows of the dataset. `schema` uses only the rows with these
-        numbers if the dataset consists of JSON, CSV or Arrow files; otherwise, it describes the whole dataset.
+        The rows keep their numbers. `count` and `has_column` still cover all rows of the dataset. `schema` covers only the rows
+        with these numbers if it reads rows, and the whole dataset if it reads metadata.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
         return some
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError if a local file was replaced or written to after the dataset was opened.
+        """Raise FileChangedError if a local file was written to, replaced or deleted after the dataset was opened.
 
         If you read the dataset more than once, call this method before you publish a result.
         """
@@ -182,11 +189,12 @@ class RowSource:
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        For JSON, CSV and Arrow files, all rows are read. For other formats, the schema comes from metadata.
+        For Parquet files, saved datasets and hub datasets, the schema is read from metadata. In all other formats, all rows are
+        read.
 
         Args:
             usable: function that takes a row's columns and returns False if the row must not affect the schema. It is not
-                called if the schema comes from metadata.
+                called if the schema is read from metadata.
 
         Raises:
             DatasetError: a column has values of several types that cannot be combined into one Arrow type.
@@ -347,7 +355,10 @@ def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
 
 
 def _downloaded(uri: str) -> Path:
-    """Return the path of the local copy of a file on the Hub. Raises DatasetError."""
+    """Download a file from the Hub, unless it is in the Hub's cache, and return its local path.
+
+    Raises DatasetError if the URI is invalid, the file's suffix is unsupported, or the download fails.
+    """
     try:
         file = HubFile.parse(uri)
         if dataset_suffix(file.path) is None:
@@ -362,7 +373,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
     try:
         loaded = datasets.load_from_disk(data) if form == "folder" else datasets.load_dataset(data, split=split)
-    except Exception as error:  # the hub's client raises exceptions of many types, all because the dataset is not available
+    except Exception as error:  # `datasets` raises exceptions of many types if a dataset cannot be loaded
         raise DatasetError(
             f"dataset {data!r} is not a local file and cannot be loaded as a saved dataset or from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
@@ -377,7 +388,8 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
     """Return the Arrow files that a saved dataset's state.json lists.
 
-    Raises DatasetError if a file is outside the folder.
+    Raises DatasetError if the dataset lacks the split, its metadata cannot be read, or a name could refer to a file outside the
+    folder.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
@@ -504,7 +516,7 @@ def _json_array(text: str) -> Iterator[_Read]:
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
     """Yield the rows of a CSV file.
 
-    All values are text, but an empty cell is null, as in `datasets`. A record with too few or too many cells is an unreadable
+    Values are strings. An empty cell becomes None, as in `datasets`. A record with too few or too many cells is an unreadable
     row.
     """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))

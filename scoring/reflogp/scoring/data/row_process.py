@@ -3,8 +3,8 @@
 A chat template is a program that runs on each row. It can run forever or build a string of several terabytes, and Python cannot
 interrupt a single string operation or tokenizer call. Therefore, rows are rendered and encoded in forked child processes, which
 inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the
-child (RLIMIT_AS). A row that crashes its child process is reported as a bad row, and a new child continues with the remaining
-rows. The caller's `check` is called many times a second and can stop the work.
+child (RLIMIT_AS). A row that exceeds a limit or crashes its child process is reported as a bad row. If the child has ended, a
+new child continues with the remaining rows. The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
 standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
@@ -44,17 +44,21 @@ ROW_SECONDS = 10.0
 #: A pass over a dataset fails after this many rows have timed out, because the chat template or the whole dataset is then
 #: assumed to be the cause.
 SLOW_ROWS = 20
-#: Bytes of memory that a child may use in addition to the memory that it inherits, up to half of the machine's memory.
+#: Bytes of memory that a child may use in addition to the memory that it inherits. On a machine with less than twice as much
+#: memory, the limit is half of the machine's memory.
 _MEMORY = 8 << 30
 #: Maximum number of child processes for one pass. On a machine with fewer cores, the maximum is the number of cores.
 _CHILDREN = 4
-#: Maximum number of rows, and maximum number of bytes of JSON, in a chunk that is sent to a child.
+#: Maximum number of rows, and maximum number of bytes of JSON, in a chunk that is sent to a child. A row with more bytes is
+#: sent in a chunk of its own.
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
 #: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
+#: Header of a message between the two processes: number of bytes of JSON, number of bytes of token ids.
 _LENGTHS = struct.Struct("<QQ")
+#: A number in memory that a child shares with its parent: the index, in the chunk, of the row that the child is processing.
 _MARK = struct.Struct("<q")
-#: Values that a child writes instead of a row's index: no row has been started, or several rows are being encoded together.
+#: Values of this number when there is no such row: no row has been started, or several rows are being encoded together.
 _NO_ROW, _SEVERAL = -1, -2
 
 Ids = npt.NDArray[np.int64]
@@ -121,7 +125,7 @@ class RowTokenizer:
 
         Args:
             rows: the columns of each row.
-            images: the images of each row, or the error that occurred while opening them. None for text-only rows.
+            images: the images of each row, or the error that occurred while opening them. None for a text-only dataset.
 
         Returns:
             A list for each row, in order, with the token ids or the error of each example. For a row that cannot be used, the
@@ -250,7 +254,7 @@ class _Chunk:
     """A batch of rows for one child.
 
     Attributes:
-        rows: indices of the rows in the call to `tokenize`.
+        rows: for each row, its index in the `rows` argument of `tokenize`.
         texts: the rows as JSON.
         alone: True for a retry of a single row.
     """
@@ -408,7 +412,10 @@ def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
 def _answer(
     rows: list[dict[str, Any]], tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap
 ) -> tuple[dict[str, Any], array[int]]:
-    """Tokenize the rows of a chunk: render each row alone, then encode the rows in one batch where possible."""
+    """Tokenize the rows of a chunk. Return the header and the token ids of the answer (see `_Child.answer`).
+
+    Each row is rendered alone. Then the rows are encoded in one batch where possible.
+    """
 
     def begin(row: int) -> None:
         _MARK.pack_into(place, 0, row)

@@ -23,9 +23,9 @@ from reflogp.store.texts import shortened_names
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
 
-#: Columns that determine a row's tokens.
+#: Columns, apart from those with images, that determine the token ids of a pair or a KTO row.
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
-#: Parameters of apply_chat_template that pass data to the template. TRL passes `tools` this way.
+#: Parameters of apply_chat_template that only pass data to the template. A row's chat_template_kwargs may set them.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 
 
@@ -59,7 +59,7 @@ class Example:
 
 
 def detect_format(columns: dict[str, Any]) -> Format:
-    """Return the format of a dataset whose first readable row has these columns.
+    """Return the format of a row with these columns.
 
     Raises DatasetError if the columns match no format. The message lists the columns.
     """
@@ -82,7 +82,7 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
     Args:
         form: the dataset's format.
-        first: columns of the dataset's first readable row.
+        first: columns of the dataset's first row that has the columns of this format.
     """
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
@@ -122,8 +122,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     conversational = is_conversational(prompt, *completions)
     if conversational and not prompt:
         raise RowError(
-            "the conversation has no prompt; add a column `prompt`, or let chosen and rejected begin with the same turns and "
-            "then differ"
+            "the conversation has no prompt; put its first messages in a column `prompt`, or let chosen and rejected begin "
+            "with the same messages and then differ"
         )
     for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
         _check_type(name, value, conversational)
@@ -160,6 +160,8 @@ def is_conversational(*values: Any) -> bool:
 
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
     """Return (prompt_ids, completions) for a row that already contains token ids.
+
+    `outputs` contains the names of the columns with the completions' token ids (see `output_columns`).
 
     Raises RowError if a column is not a list of integers in [0, 2**32), or if the row contains images, video or audio.
     """
@@ -221,8 +223,8 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 def reserved_kwargs() -> frozenset[str]:
     """Return the names that a row's chat_template_kwargs must not set.
 
-    They are the parameters of transformers' apply_chat_template and render_jinja_template, except `tools` and `documents`. Any
-    other name in chat_template_kwargs becomes a template variable.
+    They are `messages` (the template's name for the conversation) and the parameters of transformers' apply_chat_template and
+    render_jinja_template, except `tools` and `documents`. Any other name in chat_template_kwargs becomes a template variable.
     """
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

@@ -149,8 +149,8 @@ def tokenize_dataset(
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
     """Return the dataset's format, and the names of the completion columns in `TokenizedRows.table`.
 
-    Both are determined by the first row whose columns match a format (`form`, if it is given). If there is no such row, raises
-    DatasetError with the problem of the first row.
+    Both are determined by the first row whose columns match a format (`form`, if it is given). If `form` is "kto", pairs match
+    it too. If there is no such row, raises DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
     for columns in rows:
@@ -178,14 +178,15 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor (None for a dataset without images), and whether later rows of a stream may have images.
+    """Return the image processor, and whether later rows of a stream may have images.
+
+    The processor is None if no column of images is found, or if the model accepts only text.
 
     Args:
         source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for such a column,
             unless the dataset is a stream or the model accepts only text.
         rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if the dataset has no column of
-            images.
+        load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if no column of images is found.
     """
     if _have_images(rows):
         return load_vision(), False
@@ -284,10 +285,13 @@ def chosen_tokenizer(
         tokenizer: folder or hub id of a different tokenizer; None for the model's tokenizer.
         chat_template: path of a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's
             template.
+        trust_remote_code: whether to run code from the tokenizer's folder.
 
     Raises:
         TokenizerError: no tokenizer can be loaded.
-        UsageError: a folder or a template cannot be read, or the template is empty.
+        FileChangedError: the tokenizer's files changed during loading.
+        UsageError: `model` or `tokenizer` is neither a folder nor a hub model that can be downloaded; or the template file
+            cannot be read or is empty.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)
@@ -300,7 +304,9 @@ def chosen_tokenizer(
 def chosen_processor(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for pairs with images. Return None if the model accepts only text, or has no processor files.
+    """Load the processor for pairs with images. Return None if the model accepts only text, or if there are no processor files.
+
+    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's.
 
     The arguments are the same as for `chosen_tokenizer`. Raises UsageError in the same cases, and TokenizerError if the
     processor cannot be loaded.

@@ -46,9 +46,10 @@ class TokenizedDataset:
             memory limit, because the row may be usable with a different limit. It is also not written if rows have images,
             because the file's name does not depend on the content of image files.
         unchanged: function that must raise an error if the dataset's content may have changed since its digest was computed
-            (see `cache_name`). It is called after each pass over `source`; if it raises an error, the file is not kept.
+            (see `cache_name`). It is called after each pass over `source`. If it raises an error, the iteration raises this
+            error, and the file is not kept.
         limits: limits for tokenizing a row; None for the defaults.
-        check: function that is called many times a second while rows are read and tokenized. It can stop the work by raising an
+        check: function that is called while rows are tokenized (see `tokenize_dataset`). It can stop the work by raising an
             error.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
 
@@ -84,7 +85,10 @@ class TokenizedDataset:
         return self._load()
 
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
-        """Return a view that contains only the given rows (see RowSource.only). The view does not use a file of token ids."""
+        """Return a view that contains only the rows with these numbers (see RowSource.only).
+
+        The view does not use a file of token ids, and `stop` does not stop its iterations.
+        """
         return TokenizedDataset(
             self.source.only(numbers),
             lambda: self.tokenizer,

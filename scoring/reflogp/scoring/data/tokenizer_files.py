@@ -66,8 +66,13 @@ class TokenizerFiles:
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
     """Open the tokenizer files of a model folder for the duration of the block.
 
-    If an adapter's folder has no tokenizer, the base model's files are opened. Raises TokenizerError if the files cannot be
-    read.
+    If an adapter's folder has no tokenizer, the base model's files are opened.
+
+    Raises:
+        UsageError: `model` is neither a folder nor a hub model that can be downloaded, or the folder contains no model.
+        UsageError, CheckpointError: the adapter or its base model cannot be used.
+        TokenizerError: the tokenizer's files cannot be read.
+        FileChangedError: the tokenizer's files change while they are being opened.
     """
     folder = resolve_model(model)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
@@ -127,7 +132,9 @@ class TokenizerRef:
 
     Attributes:
         model: the model folder from which the tokenizer is loaded; see `open_tokenizer`.
+        trust_remote_code: whether to run code from the tokenizer's folder.
         digest: digest of the tokenizer's files.
+        cache: the cache that loads the tokenizer when it is first needed.
     """
 
     model: str

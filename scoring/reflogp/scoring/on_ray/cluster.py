@@ -1,7 +1,7 @@
 """Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
 
-To check that all nodes share a folder, the run writes a temporary file to it (`probe`), and each worker checks that its node
-sees the file (`require_visible`).
+To check that all nodes share a folder, the run or the service writes a temporary file to the folder (`probe`), and each worker
+checks that its node sees the file (`require_visible`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def on_workers(choice: EngineChoice) -> EngineChoice:
 
 
 def default_workers(choice: EngineChoice) -> int:
-    """Return how many workers fit on the whole cluster. The result is at least 1, because Ray may add a node later."""
+    """Return how many workers the whole cluster has resources for, including resources that are in use.
+
+    The result is at least 1, because Ray may add a node later.
+    """
     resources = ray.cluster_resources()
     room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
     return max(1, int(room))
@@ -145,7 +148,7 @@ def probe(folder: Path) -> Iterator[str]:
 
 
 def require_visible(file: str) -> None:
-    """Raise EngineError if this node does not see the temporary file that the run wrote with `probe`."""
+    """Raise EngineError if this node does not see the temporary file that `probe` wrote."""
     if not Path(file).is_file():
         raise EngineError(
             f"{Path(file).parent} is not shared with this node: use a folder on a filesystem that all nodes share"

@@ -31,8 +31,8 @@ from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 from reflogp.store.texts import counted
 
-#: Number of seconds without any placed worker after which the run warns, and number after which the run fails. A node that Ray
-#: adds takes minutes to start.
+#: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after PLACE_SECONDS. A node that Ray adds takes
+#: minutes to start.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
@@ -48,7 +48,11 @@ class NodeWorker(ScoringWorker):
 
         Args:
             file: path of the temporary file that the run wrote to the store's folder, or None if the store is not a local
-                folder. EngineError is raised if this node does not see the file.
+                folder.
+
+        Raises:
+            EngineError: this node does not see the file.
+            Errors raised by `prepare`.
         """
         if file is not None:
             require_visible(file)
@@ -56,7 +60,9 @@ class NodeWorker(ScoringWorker):
 
 
 class ClusterWorkers:
-    """Starts workers on the cluster that this process is connected to (see `cluster.connected`); see Workers.
+    """Starts workers on the cluster that this process is connected to (see `cluster.connected`).
+
+    Implements `spread.scorer.Workers`.
 
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
@@ -164,7 +170,10 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return a future for an actor's result. The future raises the actor's error, or WorkerGoneError if the actor died."""
+    """Convert Ray's reference to the result of an actor's method into a future of this result.
+
+    The future raises the method's error, or WorkerGoneError if the actor died.
+    """
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:

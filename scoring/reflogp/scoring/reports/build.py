@@ -29,9 +29,10 @@ from reflogp.store.files import write_atomically
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: Maximum number of examples to show for each kind of outlier, for pairs that hardly differ, and for near duplicates.
+#: Maximum number of each of these to show: examples of one kind of outlier, pairs whose completions hardly differ, and near
+#: duplicates (each with the earlier example that it nearly repeats).
 _SHOWN = 4
-#: Fraction of examples that the suggested max_length (`max_length_for_share`) must not cut.
+#: The suggested max_length (`max_length_for_share`) leaves at least this fraction of the examples uncut.
 _MOST = 0.99
 
 
@@ -47,7 +48,8 @@ class ReportSummary:
         missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
-        dropped_rows: number of examples that TRL drops because of max_length.
+        dropped_rows: number of examples that TRL drops because of max_length. They are counted in `examples`, but not in
+            `with_values` or `missing`.
         coverage: with_values / (with_values + missing + bad_rows).
         accuracy: fraction of pairs whose chosen completion has the higher sum of log-probs; None for KTO or if no pair has
             values.
@@ -58,10 +60,11 @@ class ReportSummary:
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
         near_duplicates: estimated number of examples that nearly repeat an earlier example (`Duplicates.near`).
         alike: number of pairs whose completions hardly differ but are not identical.
-        outliers: kind of outlier -> number of examples.
+        outliers: name of a kind of outlier, such as "very unlikely completions" -> number of examples. Kinds without examples
+            are left out.
         truncation: for each max_length that the report compares, a dict with the fields of `truncation.Cut`.
         findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
-            and `command`.
+            and `command` (None if there is no command to run).
         seconds: number of seconds that the report took.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
         snapshot: number of the snapshot that the values were read from.
@@ -126,14 +129,16 @@ def write_report(
         dataset: the tokenized dataset.
         snapshot: the snapshot to read values from.
         output: folder for the report.
-        settings: the trainer's max_length and truncation_mode.
+        settings: the trainer's max_length and truncation_mode. If max_length is None, the log-probs of all tokens are used, but
+            the finding about truncation assumes TRL's default max_length.
         score: command that the page shows for scoring the missing rows.
         model: model name or path as the user gave it.
         watcher: callbacks that report progress.
 
     Raises:
-        UsageError: the settings are invalid, the dataset cannot be used, or the output folder contains something other than a
-            report.
+        UsageError: the settings are invalid, the dataset cannot be used, or `output` is a file, contains something other than a
+            report, or cannot be written.
+        FileChangedError: a file of the dataset was changed while the report was being written.
     """
     started = time.monotonic()
     source, max_length, truncation_mode = dataset.source, settings.max_length, settings.truncation_mode

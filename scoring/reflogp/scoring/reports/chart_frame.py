@@ -1,4 +1,4 @@
-"""Draw what all SVG charts have in common: the frame with title and description, the grid, and axes with round numbers.
+"""Draw the parts that all SVG charts share: the SVG element with title and description, grid lines, and axes with ticks.
 
 The SVG elements have CSS classes; their colors and fonts are set in the stylesheet (`STYLE`).
 """
@@ -43,8 +43,9 @@ def message(text: str) -> Markup:
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal grid lines with labels, one for each tick. A line at or below `low` is drawn in the style of the x
-    axis.
+    """Return horizontal grid lines with labels, one for each tick.
+
+    A line at or below `low` is drawn in the style of the x axis. `write` formats the labels.
     """
     return Markup("").join(
         Markup(
@@ -55,7 +56,10 @@ def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float
 
 
 def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
-    """Return the x axis below the plot: tick marks, tick labels, and the unit."""
+    """Return the tick marks, tick labels and unit of the x axis, below the plot.
+
+    Ticks outside the range from `low` to `high` are left out. `write` formats the labels.
+    """
     floor = TOP + PLOT_HEIGHT
     shown = [tick for tick in ticks if low <= tick <= high]
     marks = Markup("").join(
@@ -68,7 +72,10 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return evenly spaced round numbers that cover the range from `low` to `high` in about `about` steps."""
+    """Return evenly spaced round numbers that cover the range from `low` to `high` in about `about` steps.
+
+    If `whole` is True, all numbers are integers.
+    """
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

@@ -86,13 +86,13 @@ def _truncation(axes: Any, curve: Curve, marked: int) -> None:
 
 
 PAGE_NAME = "index.html"
-#: Tag in the head of every report's page, which identifies an earlier report.
+#: Tag in the head of every report's page. `check_folder` recognizes an earlier report by this tag.
 MARK = '<meta name="generator" content="reflogp report">'
 _HEAD_BYTES = 2048
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError if the path is a file, or a folder that contains anything other than an earlier report."""
+    """Raise UsageError if the path is a file, a broken link, or a folder with any content other than an earlier report."""
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
@@ -100,7 +100,7 @@ def check_folder(folder: Path) -> None:
             f"the output {folder} is a file, but a report needs a folder. Use a new or empty folder, or the folder of an "
             "earlier report"
         )
-    # A report that was killed may leave .partial files.
+    # If an earlier process was killed while it wrote a report, .partial files may remain.
     names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
     is_report = _is_report(folder / PAGE_NAME)
     other = sorted(names - {*PNG_NAMES, PAGE_NAME} if is_report else names)

@@ -1,8 +1,8 @@
 """Collect a few statistics for each example in one pass over a dataset, and count the examples without log-probs.
 
 Rows are tokenized and truncated, and keys are computed, in the same way as in scoring and in the module `joining`. Text and
-tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its MinHash
-sketch (see the module `sketches`).
+tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its two MinHash sketches (see the
+module `sketches`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from reflogp.store.windows import TrainerSettings
 
 #: Minimum similarity of a pair's completions for the report to say that they hardly differ.
 ALIKE = 0.9
-#: Accepted values of a row's `label`, as lowercase text. CSV files contain only text, and pandas converts a column with gaps to
-#: floats.
+#: Accepted values of a row's `label`, as lowercase text. Labels from CSV files are text. Labels from pandas can be floats,
+#: because pandas converts a column of integers to floats if values are missing.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 
@@ -44,8 +44,8 @@ class Side:
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
         tokens: number of completion tokens whose log-probs the trainer uses, int32 (n,).
-        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN if the example has no values.
-        lowest: lowest log-prob among these tokens, float64 (n,); NaN if the example has no values.
+        sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN where `Collected.usable` is False.
+        lowest: lowest log-prob among these tokens, float64 (n,); NaN where `Collected.usable` is False.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -73,7 +73,8 @@ class Coverage:
         missing_row_numbers: row numbers of the first hundred examples that `missing` counts.
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
         problems: (row number, reason) for the first hundred bad rows.
-        dropped: number of examples that TRL drops because of max_length.
+        dropped: number of examples that TRL drops because of max_length. They are counted in `examples`, but not in
+            `with_values` or `missing`.
         bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
             and has no value.
     """
@@ -103,13 +104,13 @@ class Collected:
 
     Attributes:
         rows: each example's row number, int64 (n,).
-        usable: True for examples with values, bool (n,).
+        usable: True for the examples that `coverage.with_values` counts, bool (n,).
         prompts: number of tokens in each prompt, int32 (n,).
         sides: name of a side ("chosen" and "rejected", or "completion") -> statistics of the completions on this side.
         shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
             pairs.
-        similarity: similarity of chosen and rejected, float32 (n,), or 0 if it is below ALIKE; None if the examples are not
-            pairs.
+        similarity: similarity of chosen and rejected (see `sketches.similarity`), float32 (n,), or 0 if it is below ALIKE; None
+            if the examples are not pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
         sketches: MinHash sketches for finding near duplicates.
         coverage: counts of examples with and without values.
@@ -201,9 +202,10 @@ def _numbers(
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the statistics of a window of rows, and add the window's counts to `coverage`.
+    """Return the statistics of a window of rows, as arrays by name, such as "row" or "chosen.sums".
 
-    Rows with an empty completion or damaged values are added to `problems`.
+    The window's counts are added to `coverage`, and sketches of its examples to `sketches`. Rows with an empty completion or
+    damaged values are added to `problems`.
     """
     table, lookup = window.table, _Remembers(snapshot)
     join = join_logps(table, lookup, **asdict(settings))
@@ -258,7 +260,14 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """Return KTO labels. When pairs are split, the two examples of a pair are adjacent, with chosen first."""
+    """Return the KTO labels of examples: 1, 0 or NO_LABEL.
+
+    When pairs are split, the two examples of a pair are adjacent, with chosen first.
+
+    Args:
+        rows: original columns of each example's row.
+        numbers: row number of each example.
+    """
     found = []
     for at, columns in enumerate(rows):
         if "completion" in columns or "chosen" not in columns:
@@ -269,5 +278,5 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
         elif at and numbers[at - 1] == numbers[at]:
             found.append(0)
         else:
-            found.append(NO_LABEL)  # the pair's other example could not be tokenized, so this one may be either
+            found.append(NO_LABEL)  # the pair's other example is missing, so this may be chosen or rejected
     return found

@@ -1,4 +1,4 @@
-"""Find exact duplicates and opposite preferences by comparing keys, and near duplicates by comparing sketches."""
+"""Find exact duplicates and opposite preferences by comparing keys, and near duplicates by comparing MinHash sketches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ Uint64s = npt.NDArray[np.uint64]
 class Duplicates:
     """Counts of duplicate examples.
 
+    `exact`, `contrary` and `identical` are found by comparing keys. With keep_end and a max_length, keys do not depend on the
+    tokens that are cut.
+
     Attributes:
         exact: number of examples that repeat an earlier example token for token, with the same label.
         contrary: number of examples that also occur with the opposite preference, that is, with chosen and rejected swapped or
@@ -38,7 +41,7 @@ class Duplicates:
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Count duplicates among all examples; return the counts and up to `shown` near duplicates."""
+    """Count duplicate examples, and return the counts and the most similar near duplicates (up to `shown`)."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys

@@ -16,8 +16,8 @@ from reflogp.scoring.reports.collect import NO_LABEL, Collected
 from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
-#: Bars extend this many standard deviations (estimated from the median absolute deviation) on both sides of the median. Values
-#: farther away are counted in the first and last bars.
+#: Bars extend at most this many standard deviations (estimated from the median absolute deviation) on both sides of the median.
+#: Values farther away are counted in the first and last bars. Charts of margins always include zero, even if it is farther.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
@@ -37,8 +37,8 @@ class Histograms:
         counts: series name -> number of values in each bar.
         medians: series name -> median of the values.
         beyond: number of values below the first edge or above the last. They are counted in the first and last bars.
-        zero: True to draw a line at zero, as in the charts of margins: in pairs to the right of this line, the reference
-            prefers chosen.
+        zero: True to draw a line at zero. In the charts of margins, the reference prefers chosen in the pairs to the right of
+            this line.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Density:
         means: edges of the rows, in nats per token.
         counts: number of completions in each cell, indexed by column and then by row.
         medians: median of the mean log-probs in each column; None for a column with too few completions.
-        correlation: Spearman's rank correlation between length and mean log-prob.
+        correlation: Spearman's rank correlation between length and mean log-prob; 0 if all lengths or all means are equal.
     """
 
     lengths: list[float]
@@ -224,6 +224,7 @@ class PairPreference:
         return self.per_token_right / self.pairs
 
     def interval(self) -> tuple[float, float]:
+        """Return the bounds of the 95% confidence interval of `accuracy` (Wilson score interval)."""
         share, count = self.accuracy, self.pairs
         middle = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
         reach = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2)) / (1 + _Z**2 / count)

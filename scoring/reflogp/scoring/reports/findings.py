@@ -22,10 +22,12 @@ from reflogp.store.texts import counted, percent
 #: fact: a number without a judgment.
 Kind = Literal["fix", "check", "good", "fact"]
 
-#: Thresholds for fractions. A fraction at or above one of the first three is worth checking; accuracies below _SWAPPED suggest
-#: that columns are swapped.
+#: Thresholds for fractions. At or above its threshold, each of these is worth checking: the fraction of examples that are cut
+#: or dropped (_MUCH_CUT), of pairs whose completions hardly differ (_MUCH_ALIKE), and of pairs in which chosen is longer
+#: (_MUCH_LONGER). If both accuracies are below _SWAPPED, chosen and rejected may be swapped.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
-#: Range that TRL's KTOTrainer recommends for desirable_weight · desirable / undesirable (trl/trainer/kto_trainer.py).
+#: Range that TRL's KTOTrainer recommends for desirable_weight · desirable / undesirable, where the last two are numbers of
+#: examples and undesirable_weight is 1 (trl/trainer/kto_trainer.py).
 _KTO_RANGE = (1.0, 1.33)
 
 

@@ -11,8 +11,8 @@ from reflogp.scoring.reports.collect import Collected
 
 #: Absolute robust z-score above which a value is an outlier (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
 FAR = 3.5
-#: Fraction of a completion's sum above which a single token makes the completion an outlier, and minimum number of tokens in
-#: such a completion.
+#: A completion of at least ONE_TOKEN_OF tokens is an outlier if a single token contributes more than the fraction
+#: ONE_TOKEN_SHARE of the completion's log-prob sum.
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
 #: Minimum number of completions in a group of similar lengths.
 _ENOUGH = 50
@@ -54,10 +54,8 @@ def robust_z(values: Floats) -> Floats:
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
     """Compute `robust_z` separately for each group of similar lengths.
 
-    Means over few tokens vary more than means over many, so values of different groups cannot be compared.
-
-    Lengths are grouped by powers of two. A group with fewer than _ENOUGH values is merged with the next group, or, if there is
-    no next group, with the previous one.
+    Lengths are grouped by powers of two, because means over few tokens vary more than means over many. A group with fewer than
+    _ENOUGH values is merged with the next group of greater lengths or, if there is no next group, with the previous one.
 
     Args:
         values: mean log-probs or margins, float64 (n,).
@@ -130,7 +128,11 @@ def _kind(
 ) -> OutlierKind:
     """Return an OutlierKind for the examples whose value in `beyond` is positive.
 
-    The larger this value, the more extreme the example.
+    Args:
+        good: index in `collected` of each usable example, int64 (n,). `beyond` and `values` are in the same order.
+        beyond: how far each example exceeds the rule's limit, float64 (n,). The larger the value, the more extreme the example.
+        values: the value of each example that the report shows, float64 (n,).
+        shown: maximum number of examples in `OutlierKind.worst`.
     """
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")

@@ -74,7 +74,10 @@ class Content:
 
     Attributes:
         noun: what an example is called: "pair" or "row".
-        at: the effect of the trainer's max_length on the dataset.
+        verdict: one line that counts the findings to fix and to check.
+        pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
+        labels: how often the reference prefers desirable completions; None for pairs.
+        at: the effect of the trainer's max_length on the dataset, or that of TRL's default if the user set no max_length.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
         alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
@@ -228,8 +231,8 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
     if left <= math.log2(marked) <= right:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
-        f"Percentages of rows cut or dropped and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
-        f"{curve.max_lengths[-1]:,}: both are zero once the longest row fits."
+        "Percentage of rows that are cut or dropped, and percentage of completion tokens that are lost, for max_length from "
+        f"{curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}. Both are zero if the longest row fits."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
 

@@ -1,6 +1,7 @@
-"""Read the examples that a report shows: their text, and each token's log-prob and level of surprise (one of seven).
+"""Read the examples that a report shows: their text, split into tokens, each token's log-prob, and small copies of images.
 
-The text is split into tokens, and symbols are shown instead of invisible characters and direction controls.
+The page colors a token by its surprisal (negative log-prob), which is divided into seven levels. Symbols and code points are
+shown instead of invisible characters, such as Unicode's bidirectional controls.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ _MOST_PARTS = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 #: Symbols that replace whitespace. Line feeds and tabs are kept after their symbols.
 _SIGNS = {"\n": "↵\n", "\r": "␍", "\t": "⇥\t"}
-#: Joiners within words and emoji. They are needed and harmless, so they are not replaced.
+#: Zero-width non-joiner and joiner. They are harmless, and some scripts and emoji need them, so they are not replaced.
 _LEFT_ALONE = "\u200c\u200d"
-#: Unicode categories whose characters are shown as code points: controls (including direction controls), line and paragraph
-#: separators, unassigned and private-use characters, and surrogates.
+#: Unicode categories whose characters are shown as code points: control characters, format characters (including bidirectional
+#: controls), line and paragraph separators, unassigned and private-use characters, and surrogates.
 _NAMED = {"Cc", "Cf", "Zl", "Zp", "Cn", "Co", "Cs"}
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """The displayed text of one token, or of the few tokens that together encode one character.
+    """The displayed text of one token, of the few tokens that together encode one character, or of adjacent image tokens.
 
     Attributes:
         text: displayed text.
@@ -60,7 +61,7 @@ class TokenText:
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
     """Return the texts to display for token ids.
 
-    Each id belongs to exactly one text. Adjacent image ids are shown as one text.
+    Each id belongs to exactly one text. Adjacent image ids (see reflogp.store.images) are shown as one text.
     """
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
@@ -94,7 +95,7 @@ def image_text(tokens: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace control characters and unusual spaces with visible symbols.
+    """Replace control characters, other invisible characters and unusual spaces with symbols or code points.
 
     If a text consists only of spaces, replace them with dots.
     """
@@ -128,23 +129,25 @@ def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-#: Upper bounds of the levels of a token's surprise (its negative log-prob), in nats. One more level is above the last bound.
+#: Upper bounds of the levels of a token's surprisal (its negative log-prob), in nats. One more level is above the last bound.
 LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Number of tokens to show at the beginning of a completion, on each side of an important token, and at each end of a prompt.
+#: Numbers of tokens to show: at the beginning of a completion; on each side of its least likely token and of its first token
+#: that differs from the other completion; at each end of a prompt.
 _HEAD, _AROUND, _PROMPT_END = 220, 30, 110
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is displayed for a token, for a few tokens that together encode one character, or for tokens that are left out.
+    """What is displayed for one TokenText, or for tokens that are left out.
 
     Attributes:
         text: displayed text.
-        level: level of surprise, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
-        note: the log-prob as text; empty if there is none.
-        special: True if this is not ordinary text: a special token, an id outside the vocabulary, an image, a token without
-            text, or tokens that are left out.
-        differs: True if the pair's two completions are compared and the other completion lacks this token.
+        level: level of surprisal, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
+        note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is none.
+        special: True if `text` is not ordinary text, but stands for a special token, an id outside the vocabulary, an image, a
+            token without text, or tokens that are left out.
+        differs: True if the pair's two completions are compared and the diff does not match this token with a token of the
+            other completion.
     """
 
     text: str
@@ -156,7 +159,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSide:
-    """What is displayed for a completion. `values` is the number of log-probs that `mean` and `sum` are computed from."""
+    """What is displayed for a completion.
+
+    Attributes:
+        name: "chosen", "rejected" or "completion".
+        tokens: number of tokens in the whole completion.
+        values: number of log-probs that `mean` and `sum` are computed from.
+        mean, sum: mean and sum of the log-probs, in nats; None if there are no log-probs.
+        pieces: the displayed tokens, in order.
+    """
 
     name: str
     tokens: int
@@ -172,7 +183,8 @@ class Shown:
 
     Attributes:
         label: 1 for desirable, 0 for undesirable; None for a pair or an example without a label.
-        images: the example's first images, as data URIs of small PNG files without the original's metadata.
+        images: the example's first images, as data URIs of small PNG images without the original's metadata; "" for an image
+            that can no longer be decoded.
         more_images: number of further images, which are not shown.
     """
 
@@ -197,7 +209,7 @@ def read_shown(
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: the subset of `places` for which the pair's two completions are compared token by token.
+        compared: the indices, among `places`, of the pairs whose two completions are compared token by token.
         collected: the result of `collect`.
         dataset, snapshot, settings: the arguments that `collect` was called with.
 
@@ -208,7 +220,7 @@ def read_shown(
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
-    first = int(collected.rows[0])  # also read, so that both passes detect the format from the same row
+    first = int(collected.rows[0])  # also read, so that the format is detected from the same row as in `collect`
     found: dict[int, Shown] = {}
     for window in dataset.only({*rows, first}):
         numbers = window.table["row"].to_numpy()
@@ -248,7 +260,8 @@ def _shown(
         view = windows(example["prompt_ids"], example[name], settings.max_length, settings.truncation_mode)
         [values] = snapshot.token_logps(view.keys())
         logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
-        # keep_end cuts the beginning; if the prompt is empty, the first token is cut.
+        # The index of the first token with a value. keep_end may cut the completion's first tokens. Without a prompt, the first
+        # token that is left is only context.
         begin = len(completion) - len(view.completion_ids[0])
         sides.append(_side(name.removesuffix("_ids"), completion, begin, logps, differs[number], tokenizer))
     ends = [(0, len(prompt))]
@@ -331,7 +344,10 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Diff two completions: return, for each (0: left, 1: right), the indices of its tokens that the diff does not match."""
+    """Compute a diff of two completions, and return the indices of the tokens that it does not match.
+
+    The key 0 has the indices in `left`, and the key 1 those in `right`.
+    """
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

@@ -1,13 +1,16 @@
 """Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-A sketch has 64 entries, one for each of 64 hash functions: the function's smallest hash of all runs of three adjacent tokens
-(Broder, 1997). Each example has two sketches, one of its prompt and one of its completions. Entries are shortened to 16 bits,
-so the two sketches take 256 bytes. The fraction of entries in which two sketches agree estimates the fraction of runs that the
-examples have in common (Jaccard similarity). The 64 entries form 16 groups of four. Two examples are compared only if
-their completion sketches agree in all four entries of a group. If more than two agree, each is compared only with the first and
-with the previous one of them. The work therefore grows with the number of examples, not with its square. The exact similarity
-of two completions is computed only if upper bounds, from their lengths and from how often each token occurs, reach the required
-similarity.
+A sketch has 64 entries, one for each of 64 hash functions. An entry is the smallest hash that its function gives to any run of
+three adjacent tokens (Broder, 1997). Each example has two sketches, one of its prompt and one of its completions. Entries are
+shortened to 16 bits, so the two sketches take 256 bytes. The fraction of entries in which two sketches agree estimates the
+Jaccard similarity of the two sets of runs.
+
+The 64 entries form 16 groups of four. Two examples are compared only if their completion sketches agree in all four entries of
+a group. If more than two examples agree in a group, each of them is compared only with the first and with the previous one. The
+work therefore grows with the number of examples, not with its square.
+
+The similarity of a pair's chosen and rejected completion is not estimated from sketches. It is computed exactly, but only if
+two upper bounds reach the required similarity: one from the lengths, and one from how often each token occurs.
 """
 
 from __future__ import annotations
@@ -55,7 +58,11 @@ class NearPair:
 
 
 class Sketches:
-    """Sketches of examples, in the order in which the examples were added."""
+    """Sketches of examples, in the order in which the examples were added.
+
+    Attributes:
+        count: number of examples that have sketches.
+    """
 
     def __init__(self) -> None:
         numbers = np.random.default_rng(0)  # a fixed seed, so that reports are reproducible
@@ -143,6 +150,9 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
 
     For each group of entries, an example is paired with the first and the last of the earlier examples that agree with it in
     this group.
+
+    Args:
+        bands: the completion sketches of n examples, with each group of four 16-bit entries as one number, uint64 (n, 16).
     """
     count = len(bands)
     codes = np.zeros(0, np.int64)
@@ -211,9 +221,9 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 
 
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
-    """Return the fraction of the lists' tokens that are in the longest common subsequence.
+    """Return the fraction of the two lists' tokens that are in their longest common subsequence.
 
-    It is 1 if the lists are equal, and 0 if they share no token.
+    The fraction is 1 if the lists are equal, and 0 if they share no token.
 
     Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
     `at_least`, it is returned instead of the exact fraction.

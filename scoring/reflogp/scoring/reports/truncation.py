@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Values of max_length that a report compares. The comparison ends at the first value that cuts nothing.
+#: Values of max_length that a report compares with each other and with the user's value. `cuts` leaves out values that are
+#: larger than needed.
 MAX_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Default max_length of TRL's DPOConfig and KTOConfig.
 TRL_MAX_LENGTH = 1024
@@ -97,9 +98,10 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of `asked` (unless None) and of the values in MAX_LENGTHS, in ascending order of max_length.
+    """Return the effects of the values in MAX_LENGTHS and of `asked`, in ascending order of max_length.
 
-    The list ends with the first max_length that cuts nothing and is not below `asked`.
+    The list ends with the first value that cuts and drops nothing and is not below `asked`. If there is no such value, the list
+    contains all values. `asked` is the user's max_length, or None if the user set none.
     """
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):

@@ -15,17 +15,25 @@ if TYPE_CHECKING:
 class ProgressCallbacks:
     """Callbacks for the progress of a scoring run, a join or a report.
 
-    A callback does nothing unless a subclass overrides it.
+    A callback does nothing unless a subclass overrides it. Joins and reports call only `begin`, `advance` and `bad_row`, and
+    count rows where a scoring run counts sequences.
     """
 
     def begin(self, sequences: int) -> None:
-        """Report the estimated number of sequences in the dataset; called once, when the first rows have been read."""
+        """Report the estimated number of sequences in the dataset.
+
+        This method is called once, when the first rows have been read.
+        """
 
     def read(self, rows: int) -> None:
         """Report that `rows` rows have been read and tokenized so far."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, for which the engine processed `tokens` tokens."""
+        """Report that `sequences` more sequences are done.
+
+        `tokens` is the number of tokens that the engine processed for them; 0 if the engine was not needed, for example because
+        the store already has the values.
+        """
 
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that cannot be used or scored; `problem` is the reason."""
@@ -42,7 +50,7 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that show finished sequences in a progress bar and collect the problems of bad rows to print them later.
+    """Callbacks that show finished sequences in a progress bar, and keep the problems of the first bad rows for printing.
 
     Args:
         bar: the progress bar.
@@ -78,7 +86,7 @@ class ProgressBar(ProgressCallbacks):
 
 @contextmanager
 def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
-    """Show a progress bar while the `with` block runs.
+    """Show a progress bar while the `with` block runs. When the block ends, print the first bad rows unless `show` is False.
 
     Args:
         label: the text in front of the bar, such as "scoring".

@@ -43,7 +43,7 @@ class Committer:
         Args:
             keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
             sequences: the sequences as they were scored; their completions may be truncated.
-            completion_lens: array of the lengths of the whole completions, in tokens.
+            completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.
 

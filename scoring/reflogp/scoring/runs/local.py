@@ -106,7 +106,7 @@ class LocalScorer:
 
     def _begin(self) -> tuple[ScoringPipeline, Engine]:
         if self._engine is None or self._computing is None:
-            assert self._table is not None, "opened before"
+            assert self._table is not None, "`open` is called before `score`"
             with span("load model"):
                 self._engine = self._make_engine()
             self._work.workers = 1

@@ -17,8 +17,8 @@ class Miss:
         key: key of the sequence, computed before keep_start truncates its completion.
         sequence: the sequence as it is scored; its completion may be truncated.
         completion_len: number of tokens in the completion before keep_start truncates it.
-        rows: row numbers of the rows that need the sequence. Rows may be added until the miss is reported as
-            failed or committed.
+        rows: row numbers of the rows that need the sequence. Rows may be added until the miss is reported as failed or
+            committed.
     """
 
     key: bytes
@@ -88,7 +88,8 @@ class Scorer(Protocol):
             callbacks: callbacks for outcomes; they are called during this call, in this thread.
 
         Raises:
-            ReflogpError: the scorer cannot continue. Computed values are committed.
+            ReflogpError: the scorer cannot continue. `stop` commits the values that are already computed, unless a commit has
+                failed.
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:

@@ -5,7 +5,7 @@ Groups of misses (sequences that the store lacks) go in, and events come out.
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
 
-Because of the threads and queues, the device does not wait for the tokenizer or for commits.
+The threads and queues allow the device to compute while further rows are tokenized and earlier values are committed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reflogp.store import LogprobTable
 _GROUPS, _PASSES = 1, 32
 #: Number of seconds that `stop` waits for the engine's current pass.
 _LAST_SECONDS = 20.0
-#: Maximum number of seconds to wait for a new group before asking the engine again.
+#: Maximum number of seconds to wait for a new group before asking the engine for outcomes again.
 _LOOK_SECONDS = 0.005
 
 
@@ -133,13 +133,17 @@ class ScoringPipeline:
         return self._groups.is_empty()
 
     def finish(self) -> None:
-        """Accept no further groups. The event `Ended` is reported when all groups are committed."""
+        """Declare that no further groups will be put, and return at once.
+
+        The event `Ended` is reported when the values of all groups are committed.
+        """
         self._groups.close()
 
     def stop(self) -> None:
         """Start no further pass, commit the values that are already computed, and return.
 
-        This method waits at most 20 seconds for the current pass, because a vLLM pass may take minutes.
+        This method waits at most 20 seconds for the current pass, because a vLLM pass may take minutes. If the pass takes
+        longer, its values are lost.
         """
         self._stopped.set()
         self._groups.close()
@@ -165,7 +169,7 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    # This includes time spent waiting for a commit, because the device keeps computing during that time.
+                    # The interval includes the time that the last `put` waited for room, because the device computes meanwhile.
                     self.seconds += now - since
                     since = now
                     self._passes.put(landed)
@@ -176,7 +180,7 @@ class ScoringPipeline:
     def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
         """Return the outcomes of the engine's next pass.
 
-        Return an empty list if the engine has no group to score, and None after the last pass.
+        Return an empty list if no group is available and no pass is running, and None after the last pass.
         """
         with span("score") as scoring:
             numbered = next(flow, None)
@@ -258,7 +262,12 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are passed to the engine together; `left` is the number of these misses that have no outcome yet."""
+    """Misses that are passed to the engine together.
+
+    Attributes:
+        misses, at_once: the arguments of ScoringPipeline.put.
+        left: number of misses that have no outcome yet.
+    """
 
     misses: list[Miss]
     at_once: bool
@@ -268,6 +277,7 @@ class _Group:
         self.left = len(self.misses)
 
 
+#: The outcomes of one pass, each with its miss and the group of the miss.
 _Pass = list[tuple[Miss, _Group, Outcome]]
 
 
@@ -320,6 +330,9 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove the miss with this number, and return it with its group. Misses are numbered from 0 across all groups."""
+        """Return the miss with this number and its group, and forget them.
+
+        Misses are numbered from 0 across all groups, in the order in which the iteration yielded them.
+        """
         with self._changed:
             return self._begun.pop(number)

@@ -10,19 +10,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Maximum number of seconds that `close` waits for the thread. A thread that is still producing an item then ends after that
-#: item, or when the process exits.
+#: Maximum number of seconds that `close` waits for the thread. If the thread is still producing an item after this time, it
+#: ends when the item is finished, or when the process exits.
 _LAST_SECONDS = 5.0
+#: Seconds between two calls of `meanwhile`, and seconds after which a thread that waits for a full queue checks for `close`.
 _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterable whose items a background thread produces in advance. At the end of a `with` block, the thread is stopped.
+    """An iterable whose items a background thread produces in advance. Use it in a `with` block, whose end stops the thread.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
-        items: the iterable; it is iterated and closed in the thread.
+        items: the iterable. The thread iterates over it and, if it is a generator, closes it.
         depth: maximum number of finished items that wait in the queue; the thread may hold one more.
         name: name of the thread.
     """

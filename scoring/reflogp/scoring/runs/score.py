@@ -1,6 +1,6 @@
 """Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and pass misses to a scorer.
 
-The scorer computes the values and commits them.
+Misses are sequences that the store lacks. The scorer computes their values and commits them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, hide_secrets, short_repr
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
-#: Maximum number of windows of rows that are read, tokenized and looked up while earlier windows are scored.
+#: Maximum number of windows (groups of consecutive rows) that are already looked up and wait in the queue of Prefetch.
 _WINDOWS_AHEAD = 2
 #: Misses are passed to the scorer when their images use more than this many bytes of memory.
 _IMAGE_BYTES = 256 << 20
-#: Maximum number of failed sequences whose keys are remembered.
+#: Maximum number of failed sequences that are remembered. If a remembered sequence occurs again, it is not scored again.
 _FAILED_KEYS = 10_000
 #: Fields of the summary that become attributes of the trace's root span.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
@@ -56,7 +56,8 @@ class ScoreSummary:
             value, as in TRL's loss.
         sequences: number of sequences with a completion token to score, in the rows that were tokenized and not dropped.
         hits: number of sequences whose log-probs were in the store before the run.
-        duplicates: number of sequences that occurred earlier in the same run.
+        duplicates: number of sequences that occurred earlier in the same run, or that this run found in the store because
+            another run had stored them in the meantime.
         scored: number of sequences whose log-probs were computed.
         failed: number of sequences that could not be scored.
         tokens: number of tokens in the scored sequences, including prompts.
@@ -65,7 +66,8 @@ class ScoreSummary:
         tokens_per_second: tokens divided by scoring_seconds.
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
             together multiply random matrices. Tokens that several sequences share count once, and padding does not
-            count (see Operations). None if nothing was computed, or if the rate of an engine's device cannot be measured.
+            count (see the class Operations). None if nothing was computed, or if the rate of an engine's device cannot be
+            measured.
         sharing_gain: number of operations that scoring would take with a separate forward pass for each sequence, divided by
             the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
             count operations.
@@ -137,26 +139,28 @@ def score_dataset(
 ) -> ScoreSummary:
     """Score those sequences of a dataset that have no log-probs in the store.
 
+    If an error or KeyboardInterrupt stops the run, the scorer commits the values that it has already computed; see Scorer.stop.
+
     Args:
         dataset: the tokenized dataset.
         store: store for the values.
         reference: the reference model that the scorer uses.
         scorer: object that computes and commits values. The scorer gets no sequences if the store already has all values.
-        settings: the trainer's max_length and truncation_mode. With "keep_start", no token after position max_length is scored;
-            with "keep_end", only the last max_length tokens are scored. ld_alpha is ignored. If `settings` is None, whole
-            sequences are scored.
+        settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
+            scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
+            are scored.
         watcher: callbacks for progress and bad rows.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
 
     Returns:
-        The counts and rates of the run. If KeyboardInterrupt or an engine error stops the run, committed values stay in the
-        store.
+        The counts and rates of the run.
 
     Raises:
-        OtherEngineError: an engine other than `strict_engine` computed a row's stored values. Values that the run has already
-            committed stay in the store.
-        UsageError or a subclass: the input cannot be used.
-        StoreError: the store cannot be written.
+        OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
+        UsageError or a subclass: the dataset or a setting cannot be used.
+        TokenizerError: the tokenizer cannot be loaded, or lacks a chat template or an EOS token that the rows need.
+        EngineError: the engine cannot load the model or score with it.
+        StoreError: the store cannot be read or written, or a shard of the reference's table is damaged.
     """
     settings = settings or TrainerSettings()
     check_truncation(settings.max_length, settings.truncation_mode)
@@ -196,15 +200,15 @@ class _Window:
     """A window of tokenized rows, with the values that the store contained for these rows before the run.
 
     Attributes:
-        rows_in_all: estimated number of rows in the dataset.
-        sides: number of completions per row.
+        rows_in_all: number of rows in the dataset, including unreadable rows.
+        sides: number of completions per row; 0 if no row has been readable so far.
         last_row: number of the last row that was read.
         problems: row number -> the reason why the row cannot be used.
         rows: row numbers of the tokenized rows, an int64 array.
         bare: bool array, True for each tokenized row that has no prompt.
         looked_up: for each completion column, the sequences to look up (see Windows), their keys, and the values that the store
             had for these keys.
-        images: the images of each tokenized row; empty for text-only rows.
+        images: for each tokenized row, its images, or None if it has none; an empty list for a text-only dataset.
     """
 
     rows_in_all: int
@@ -273,7 +277,7 @@ class _Run:
         self._handed: dict[bytes, Miss] = {}  # passed to the scorer; their values are not in `_now`
         self._fresh: list[Miss] = []  # committed after the snapshot `_now`
         self._bad: set[int] = set()
-        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, reason)
+        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (number of completion tokens, reason)
 
     def take(self, window: _Window) -> None:
         """Count the rows of a window and collect its misses.
@@ -418,7 +422,7 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return a list with the images of each row in the form that engines accept, or None for a row without images.
+    """Return, for each row, its images in the form that engines accept, or None if the row has no images.
 
     The list is empty if the dataset is text-only.
     """

@@ -1,4 +1,6 @@
-"""Compute attention over packs (packing.py) with the fastest suitable kernel; each token attends only to its own sequence.
+"""Compute attention over packs (see packing.py) with the fastest suitable kernel.
+
+Each token of a pack attends only to tokens of its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
 Packed attention supports scaling, sliding windows, soft caps and attention sinks.
@@ -28,19 +30,19 @@ from reflogp.scoring.torch_engine.packing import Pack, image_ends
 
 NAME = "reflogp_packed"
 
-#: Maximum number of attention scores that `_scores_by_hand` has in memory at once: 2**26 float32 numbers take 256 MiB.
+#: Maximum number of attention scores that `_scores_by_hand` computes at once: 2**26 float32 numbers take 256 MiB.
 _MAX_SCORES = 1 << 26
 #: Number of queries, and of keys, in a FlexAttention block (torch's default).
 _FLEX_BLOCK = 128
-#: Largest head size that FlashAttention's kernels support, and the number that head sizes must be a multiple of (README of
-#: flash-attn).
+#: Largest head size that FlashAttention's kernels support, and the number by which head sizes must be divisible (see the README
+#: of flash-attn).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
 #: The reason why causal kernels cannot compute some packs with images.
 _BOTH_WAYS = "images whose tokens attend to each other in both directions are not supported"
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs a feature that packed attention does not support; the engine falls back to padded batches."""
+    """A layer needs a feature that packed attention does not support. The self-check then rejects the packed path."""
 
 
 class KernelFailedError(RuntimeError):
@@ -75,7 +77,8 @@ class PackLayout:
         layers_seen: number of calls to packed attention so far.
         windows_seen: number of calls to packed attention with a sliding window so far.
         kernels: names of the kernels that have been used.
-        declined: dict from the name of a kernel to the reason why it could not compute a layer.
+        declined: dict of kernel name -> reason why the kernel could not compute a layer. Only `cpu_blocks` is recorded, for
+            layers that `by_branch` computed in bfloat16 on a CPU.
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = (), both_ways: bool = False) -> None:
@@ -174,7 +177,7 @@ class PackLayout:
             tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
             last = np.zeros(tokens, np.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
-                last[path] = stop  # stops are ascending, so the last branch through a token sets its end
+                last[path] = stop  # stops are ascending, so the last branch whose path contains a token sets the token's end
             [ends, reach], positions = to_device([last, self._ends], self.device), self.positions
             width = None if window is None else _scalar(window, self.device)
 
@@ -261,7 +264,8 @@ def packed_attention(
 
     Args:
         query: queries, shape (1, heads, tokens, head size).
-        key, value: keys and values, shape (1, key heads, tokens, head size).
+        key: keys, shape (1, key heads, tokens, head size).
+        value: values, shape (1, key heads, tokens, value size).
         attention_mask: must be None, because the pack's layout defines what each token attends to.
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
         sliding_window: maximum number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825);
@@ -272,7 +276,7 @@ def packed_attention(
             raises UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
 
     Returns:
-        The attention output, shape (1, tokens, heads, head size), and None, because no attention weights are returned.
+        The attention output, shape (1, tokens, heads, value size), and None, because no attention weights are returned.
 
     Raises:
         UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or `packed`
@@ -291,13 +295,14 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     device = query.device.type
     autocast = torch.is_autocast_enabled(device)
-    if autocast:  # autocast casts the inputs of torch's own attention but not of other kernels
+    if autocast:  # autocast casts the inputs of torch's own attention, but not those of other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
     call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"), layout.both_ways)
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
+    # If cpu_blocks could compute this call, it was refused, and the self-check already has the reason.
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
-        layout.declined[cpu_blocks.__name__] = problem  # if cpu_blocks was refused, the self-check states the reason
+        layout.declined[cpu_blocks.__name__] = problem
     try:
         # Autocast stays on for by_branch, so that `_scores_by_hand` rounds in the same way as the model's own attention.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
@@ -309,8 +314,10 @@ def packed_attention(
 
 
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
-    """Return the fastest installed kernel that can compute this layer and whose name is not in `refused`, or else
-    `by_branch`, even if it is in `refused`."""
+    """Return the fastest installed kernel that can compute this layer and whose name is not in `refused`.
+
+    If there is no such kernel, return `by_branch`, even if `refused` contains its name.
+    """
     for kernel, is_installed, problem in _kernels_of(call.query.device.type):
         if kernel.__name__ not in refused and problem(call) is None and is_installed():
             return kernel
@@ -372,7 +379,8 @@ def _scores_by_hand(
 ) -> torch.Tensor:
     """Compute softmax(cap(scale q·k)) v with separate matrix products, for layers with a soft cap, sinks, or both.
 
-    Compute in float32, one block of queries at a time, and convert the result to the dtype of the queries.
+    Compute in float32, one block of queries at a time, and convert the result to the dtype of the queries. Under autocast, the
+    matrix products run in the autocast dtype.
     """
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
@@ -400,7 +408,9 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call torch.nn.attention.varlen's kernel; its causal mask aligns the last query of each branch with the branch's last key.
+    """Call torch.nn.attention.varlen's kernel.
+
+    The kernel's causal mask aligns the last query of each branch with the branch's last key.
 
     Versions of torch after 2.11 require `enable_gqa=True` for grouped-query attention. Version 2.11 supports grouped-query
     attention, but does not have this argument.
@@ -440,7 +450,7 @@ def _flash_window(call: Call) -> tuple[int, int]:
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel; of the arguments in `wanted`, pass those that the kernel's installed version accepts.
+    """Call a variable-length kernel with those arguments in `wanted` that the kernel's installed version accepts.
 
     Raises:
         UnsupportedAttentionError: the installed version does not accept an argument that `needed` lists.
@@ -452,7 +462,7 @@ def _by_varlen(
         )
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
-    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # with latent attention, values are narrower than keys
+    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # in multi-head latent attention, values are narrower than keys
     query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
     if gather is not None:
         key, value = key[gather], value[gather]
@@ -510,7 +520,7 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number as a zero-dimensional tensor on a device, for use in FlexAttention's compiled closures."""
+    """Return a number as a zero-dimensional tensor on a device, for use in a mask function that FlexAttention compiles."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 

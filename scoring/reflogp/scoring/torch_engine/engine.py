@@ -36,7 +36,8 @@ from reflogp.store.texts import counted, first_line, short_repr
 #: Number of sequences that are sorted and packed together. A larger window would take longer to pack but hardly share more
 #: tokens.
 _WINDOW = 8_192
-#: Minimum number of tokens in a pass when `pass_seconds` is set. The matrix products of a shorter pass would be inefficient.
+#: Lowest limit that `pass_seconds` can set for the number of tokens in a pass, because the matrix products of shorter passes
+#: are inefficient. For the same reason, the speed of shorter passes is not used to compute the limit.
 _LEAST_PASS_TOKENS = 1_024
 #: Number of consecutive passes that must fit in memory before a halved budget is doubled again. By then, other processes may
 #: have freed memory. If they have not, one failed pass out of this many costs little.
@@ -48,19 +49,19 @@ class TorchEngine:
 
     Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
     sentence) are processed once. When the model is loaded, a few sequences are scored both packed and one at a time. If packing
-    changes their log-probs, the engine issues a warning and scores all sequences with a slower method that does not change
-    them (see `self_check`).
+    fails or changes their log-probs, the engine issues a warning and scores all sequences with a slower method that gives the
+    right log-probs (see `self_check`).
 
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`. The weights must be in safetensors files. To use a
             certain revision of a model from the hub, pass `resolve_model(model, revision)`. A model that is already in memory
-            (`load.in_memory`) works too: it keeps its dtype and device, and the arguments `dtype` and `device` are ignored.
+            (see `load.in_memory`) works too. It keeps its dtype and device, and the arguments `dtype` and `device` are ignored.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast" use float32 weights under torch.autocast, like accelerate's mixed precision.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
-        token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. When memory runs out, the
-            budget is halved and the pass is retried, so no values are lost. After many passes that fit in memory, the budget
-            grows again, up to its initial value.
+        token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. A longer sequence is scored
+            in a pass of its own. When memory runs out, the budget is halved and the pass is retried, so no values are lost.
+            After many passes that fit in memory, the budget grows again, up to its initial value.
         lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. The dtype of the logits is part
             of the reference id.
         compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
@@ -70,8 +71,9 @@ class TorchEngine:
 
     Attributes:
         token_budget: current maximum number of tokens in a pass.
-        pass_seconds: maximum device time per pass, in seconds; None for no limit. Set a limit while other work is waiting for
-            the engine, so that this work need not wait for a long pass.
+        pass_seconds: approximate limit on the device time of each pass, in seconds; None for no limit. The engine converts it
+            to a number of tokens (at least 1,024), using the speed of earlier passes. Set a limit while other work is waiting
+            for the engine, so that this work need not wait for a long pass.
         self_check: result of the self-check that ran when the model was loaded.
         image_check: result of the check that decides how sequences with images are scored; None until the check has run. The
             check scores the first few of these sequences twice: packed, and one at a time.
@@ -146,6 +148,7 @@ class TorchEngine:
         Raises:
             InvalidSequencesError: some sequences cannot be scored. The error's `results` contain the values of all other
                 sequences.
+            EngineError: the temperature is not above 0, or a pass failed.
         """
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
@@ -197,8 +200,8 @@ class TorchEngine:
         Args:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
                 in an order that the engine chooses; in groups of a few thousand sequences, most shared prefixes are computed
-                only once, and most passes are full. The engine iterates over `groups` in a background thread, so the iterator
-                must not block: it must yield an empty group when no sequences are available yet. For an empty group, `flow`
+                only once, and most passes are full. The engine iterates over `groups` in a background thread. The iterator
+                must not block. If no sequences are available yet, it must yield an empty group. For an empty group, `flow`
                 waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
@@ -210,7 +213,7 @@ class TorchEngine:
             values are not finite, or one of its images can no longer be read.
 
         Raises:
-            EngineError: a pass failed. The outcomes of all earlier passes have already been yielded.
+            EngineError: a pass failed or could not be prepared. The outcomes of all earlier passes have already been yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -277,11 +280,11 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if sequences with images may be packed: packing does not change their values.
+        """Return True if packing does not change the values of sequences with images, so that such sequences may be packed.
 
-        This is checked once, on the first sequences with images. If memory runs out during the check, `image_check` stays None
-        and True is returned: `_launch` then treats the pass as one that does not fit, and the check is repeated on the next
-        pass with images.
+        This is checked once, on the first sequences with images. If memory runs out, the check is retried with a single
+        sequence. If memory runs out again, `image_check` stays None and True is returned. `_launch` then treats the pass as one
+        that does not fit, and the check is repeated on the next pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -307,7 +310,7 @@ class TorchEngine:
     def _count_good_pass(self) -> None:
         """Count a pass that fit in memory; after `_GOOD_PASSES` of them in a row, double a token budget that was halved.
 
-        The new budget applies to packs that have not been built yet.
+        The new budget applies to passes that have not been prepared yet.
         """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
@@ -319,9 +322,9 @@ class TorchEngine:
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak matrix-multiplication rate in the model's dtype, in operations per second.
+        """Return the device's peak rate for matrix products, in operations per second; None if memory runs out.
 
-        The rate is measured with products of random matrices, once for each device and dtype. Return None if memory runs out.
+        The rate is measured with random matrices in the dtype of the model's matrix products, once for each device and dtype.
         """
         try:
             with on_device(self.device):
@@ -390,9 +393,9 @@ class TorchEngine:
             yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
 
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
-        """Divide the sequences into passes within the current token budget, and yield the passes.
+        """Divide the sequences into passes of at most `_pass_limit` tokens, and yield the passes.
 
-        A sequence that is longer than the budget, or longer than the model's `rope_limit`, is scored alone. Sequences with an
+        A sequence that is longer than this limit, or longer than the model's `rope_limit`, is scored alone. Sequences with an
         attention mask are scored in padded batches. Sequences with images are not mixed with text-only sequences in a pass, and
         all images of a pass have the same processor settings.
         """
@@ -400,7 +403,7 @@ class TorchEngine:
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
-        seen: dict[bytes, list[int]] = {}  # settings of the processor -> sequences with images
+        seen: dict[bytes, list[int]] = {}  # processor's settings -> indices of sequences with images
         for index, sequence in enumerate(sequences):
             if limit is not None and len(sequence) > limit:
                 groups.append([index])

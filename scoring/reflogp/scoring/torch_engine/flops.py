@@ -23,9 +23,10 @@ from reflogp.scoring.torch_engine.sequences import Operations, Sequence
 
 Int64s = npt.NDArray[np.int64]
 
+#: Numbers of rows of the square matrices that are multiplied to measure a device's peak rate, by device type.
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-#: For each size: the number of untimed warm-up products, during which kernels are chosen and clock speeds rise, and the number
-#: of timed products.
+#: For each size, the number of warm-up products, during which kernels are chosen and clock speeds rise, and the maximum number
+#: of products after them. The times of the warm-up products are ignored.
 _WARM_UP, _REPEATS = 2, 12
 #: Time limit for the products of one size, in seconds. A CPU without native instructions for a dtype would need minutes for the
 #: larger size.
@@ -61,7 +62,12 @@ class ForwardFlops:
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operation counts of a pack that contains some of `sequences`, without and with sharing of tokens."""
+        """Return the operation counts of a pack, without and with sharing of tokens.
+
+        Args:
+            pack: the pack.
+            sequences: the sequences that the indices in `pack.members` refer to.
+        """
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])
@@ -92,7 +98,7 @@ def expert_count(config: Any) -> int | None:
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    """Return how many weights in the text decoder's matrices are used for each token; embedding tables are not counted."""
+    """Return how many weights of the text decoder's matrices a token uses on average; embedding tables are not counted."""
     experts = expert_count(config)
     chosen = (
         getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
@@ -108,7 +114,10 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return, for each layer type, the number of layers and a function that maps sequence lengths to query-key pair counts."""
+    """Return (number of layers, function from sequence lengths to numbers of query-key pairs) for each type of attention layer.
+
+    Only full, windowed and chunked attention is included (see `ForwardFlops`).
+    """
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)

@@ -1,4 +1,4 @@
-"""Prepare forward passes in the background and collect their values, so that the device never waits for the host."""
+"""Prepare forward passes in the background and collect their values, so that the device rarely waits for the host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
-#: While the next pass is still being prepared, how often to check whether the current pass's values are on the host, in
-#: seconds.
+#: While the next pass is still being prepared: seconds between checks of whether the current pass's values are on the host.
 _LOOK_SECONDS = 0.002
 
 
@@ -25,7 +24,8 @@ class Unit:
 
     Attributes:
         work: the input, which is a pack or the sequences of a padded batch.
-        members: for each sequence, its index and the indices of its values in the output of the pass.
+        members: for each sequence, its index and the indices of its values in the output of the pass. In the units that
+            `TorchEngine.flow` launches, the indices of the sequences are counted across all groups.
         tokens: number of tokens in the pass, including padding.
         operations: operation counts of the pass.
         with_images: if the pack has images, the sequences that the indices in `work.members` refer to; None otherwise.
@@ -40,12 +40,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched pass whose values are not on the host yet.
+    """A launched pass whose values may not be on the host yet.
 
     Attributes:
+        unit: the pass.
         values: tensor on the host that receives the log-probs; it is complete once the mark `landed` has passed.
-        began, landed: marks in the device's stream: `began` is set before the pass, and `landed` after the copy of its values
-            to the host.
+        began, landed: marks in the device's stream, `began` before the pass and `landed` after the copy of its values to the
+            host.
     """
 
     unit: Unit
@@ -56,7 +57,7 @@ class InFlight:
     def land(self) -> list[tuple[int, Outcome]]:
         """Wait for the pass, and return (index, token_logps) for each sequence.
 
-        If any of a sequence's values is not finite, an error message takes the place of its token_logps.
+        For a sequence with values that are not finite, an error message takes the place of token_logps.
         """
         self.landed.wait()
         values = self.values.numpy()

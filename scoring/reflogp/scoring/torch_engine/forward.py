@@ -1,9 +1,9 @@
 """Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
-The operations between the matrix products (norms, rotary embeddings, gates, the head's log-sum-exp) are compiled. Without
-compilation, each of these operations would read and write whole activations several times. On a CPU, these operations together
-would then take half as much time as the matrix products. Only one of a model's decoder layers is compiled, and all layers run
-the compiled code ("regional compilation").
+The decoder layers and the head's log-sum-exp can be compiled (see `should_compile`). Without compilation, each operation
+between the matrix products (norms, rotary embeddings, gates, the log-sum-exp) reads and writes whole activations several times.
+On a CPU, these operations together then take half as much time as the matrix products. torch compiles only one decoder layer of
+each kind, and all layers of this kind run the compiled code ("regional compilation").
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
-#: Minimum number of parameters for a model to be compiled: the first compilation takes 10 to 40 s (torch caches the result on
-#: disk).
+#: Minimum number of parameters of a model that is compiled by default. Smaller models are not compiled, because the first
+#: compilation takes 10 to 40 s (torch caches the result on disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
 
 
 def should_compile(model: Any, device: torch.device) -> bool:
-    """Return True if compiling can save time: the model is large enough and has no experts, and a compiler is available.
+    """Return True if compiling can save time: the model is large enough, has no experts, and can be compiled on this device.
 
-    Loops over experts depend on the data, so compilation would split them into many small graphs and save no time.
+    Loops over experts depend on the data, so compilation would split them into many small graphs and save no time. Compilation
+    for a CPU needs a C++ compiler.
     """
     experts = expert_count(model.config.get_text_config())
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
@@ -117,7 +118,7 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probs of all completion tokens in a batch, concatenated, float32 (tokens,) on the device.
+    """Return the log-probs of a batch's completion tokens, concatenated, float32 (completion tokens,) on the device.
 
     The batch is padded on the right. A sequence with an attention mask already contains padding: this padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
@@ -160,7 +161,7 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
     """Yield batches of sequence indices, longest sequences first.
 
-    A batch has at most `token_budget` tokens, including padding. A sequence longer than that is the only one in its batch.
+    A batch has at most `token_budget` tokens, including padding. A longer sequence is the only one in its batch.
     """
     lengths = [len(sequence) for sequence in sequences]
     batch: list[int] = []

@@ -16,14 +16,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.torch_engine.load import autocasting
 
-#: Maximum number of logits in memory at once when rows span the whole vocabulary. 2**28 logits take 512 MiB in bfloat16, plus 1
-#: GiB in float32.
+#: Maximum number of logits in memory at once, by device type. 2**28 logits take 512 MiB in bfloat16, and 1 GiB more for their
+#: float32 copy.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 #: Rows and columns of a block of logits on a CPU: small enough to stay in cache until the block is summed, and large enough for
 #: a fast product (measured to be 20% faster than rows that span the whole vocabulary).
 _CPU_BLOCK = (1024, 4096)
-#: Number of elements of the output embedding that are cast at once on CUDA when the product has a different dtype (256 MiB in
-#: float32).
+#: Number of elements of the output embedding that are cast at once on CUDA if the product needs another dtype than the output
+#: embedding's (256 MiB in float32).
 _CAST_NUMBERS = 1 << 26
 #: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
 #: in full.
@@ -34,7 +34,10 @@ _SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Logits:
-    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap)."""
+    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap).
+
+    If `softcap` is None, the logits are scale * product.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -48,10 +51,10 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    If the head consists of a matrix product, optionally with a scale and a soft cap, this class computes the product itself,
-    and computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the largest
-    single source of error in a log-prob; one extra dot product per token avoids this error. For any other head, the model's own
-    forward computes the logits from the hidden states, so no architecture-specific code is needed.
+    If the head consists of a matrix product, optionally with a bias, a scale and a soft cap, this class computes the product
+    itself, and computes the logit of each target token in float32. Rounding a target token's logit to bfloat16 would be the
+    largest single source of error in a log-prob. One extra dot product per token avoids this error. For any other head, the
+    model's own forward computes the logits from the hidden states, so no architecture-specific code is needed.
 
     Under autocast, the target token's logit is rounded like all other logits, because the log-probs are compared with those of
     a training run that rounds its logits in the same way. (TRL's fused head and transformers compute logits in autocast's
@@ -63,8 +66,8 @@ class Head:
         autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
     Attributes:
-        logits: the function that turns the head's matrix product into logits; None if none of the tried combinations of scale
-            and soft cap reproduces the model's own logits.
+        logits: the function that turns the head's matrix product into logits; None if none was found (see `_find_logits`).
+            Then, the model's own forward computes the logits.
         log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
             of it.
     """
@@ -76,7 +79,7 @@ class Head:
         self.logits = self._find_logits()
         self._float32 = float32
         self._rounded = autocast if not float32 else None
-        # Cast the matrix once: it is the model's largest, and autocast would cast it again for each chunk.
+        # Cast the output embedding once: it is the model's largest matrix, and autocast would cast it again for each chunk.
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp = log_sum_exp
 
@@ -119,8 +122,9 @@ class Head:
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
         exact = self.logits(exact) / temperature
-        # Replace the rounded logit by the exact one in the sum too, so that log p is never above zero: with p = exp(rounded -
-        # total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
+        # Also replace the target's rounded logit by the exact one in the log-sum-exp. Otherwise, log-probs could be above zero.
+        # The target's share of the sum is exp(rounded - total), so the log-sum-exp changes from `total` to
+        # total + log(1 - share + share * exp(exact - rounded)).
         share = torch.exp(rounded - total).clamp(max=1.0)
         corrected = total + torch.log(1.0 - share + share * torch.exp(exact - rounded))
         logps: torch.Tensor = torch.clamp(exact - corrected, max=0.0)
@@ -163,7 +167,7 @@ class Head:
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
-        """Return the first combination of scale and soft cap that reproduces the model's own logits, or None.
+        """Return the first combination of scale and soft cap that reproduces the model's own logits; None if there is none.
 
         The combinations are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
         """
@@ -209,9 +213,9 @@ def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if torch can return the product of these 16-bit operands in float32 (torch >= 2.8, CUDA only).
+    """Return True if `dtype` is float32, the operands are 16-bit, and torch can multiply them without a cast (only on CUDA).
 
-    The product of two 16-bit numbers is exact in float32, so the result is the same as with float32 operands, at 16-bit speed.
+    The product of two 16-bit numbers is exact in float32, so the result is as exact as with float32 operands, at 16-bit speed.
     """
     narrow = hidden.dtype == factors.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     return narrow and dtype == torch.float32 and hidden.device.type == "cuda"

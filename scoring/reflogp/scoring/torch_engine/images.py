@@ -27,16 +27,18 @@ from reflogp.scoring.torch_engine.packing import Pack, image_ends
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.store.images import FIRST_IMAGE_ID
 
-#: Names of the model inputs that give each token's type, as processors produce them.
+#: Names under which processors return token types: for each token, 1 for an image token and 0 for any other token.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
+#: Outputs of a processor that describe its text. They are discarded, because the tokens come from the sequence.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", *_TYPES})
-#: Decoder arguments that a pack also provides or does not need.
+#: Decoder arguments that do not prevent packing, because a pack provides them too or does not need them.
 _LAID_OUT = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position"}
 )
 #: Maximum size of the image features kept for later packs, in bytes.
 KEPT_BYTES = 256 << 20
-#: Maximum total size of the decoded images of several sequences that are in memory at once, in bytes.
+#: Maximum total size of the decoded images that a batch of two or more sequences has in memory at once, in bytes. There is no
+#: limit for the images of a single sequence.
 DECODED_BYTES = 1 << 30
 #: Identifies images whose features are computed together: the processor's settings, the images' digests, and each image's
 #: number of tokens.
@@ -44,11 +46,11 @@ _Part = tuple[bytes, tuple[bytes, ...], tuple[int, ...]]
 
 
 class TooManyPixelsError(Exception):
-    """The images of several sequences need more than DECODED_BYTES of memory; the sequences must be processed separately."""
+    """The images of several sequences need more than DECODED_BYTES of memory; the batch must be split."""
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the model inputs for these images (tensors on the host), and the names of any token types the processor returns.
+    """Return the model inputs for these images (tensors on the host), and the names in `_TYPES` that the processor returns.
 
     Args:
         images: the images of one or more sequences; all must use the same processor.
@@ -92,7 +94,8 @@ class DecoderInputs:
     Attributes:
         embeddings: the tokens' embeddings, shape (tokens, hidden size), with image features in place of the embeddings of image
             tokens.
-        positions: the model's own positions if they have several components, int64 (components, tokens); None otherwise.
+        positions: positions that the model's own position function computes, int64 (components, tokens); None if the model has
+            no such function.
         image_places: True for image tokens, bool (tokens,).
         deep: features that some decoders add to the hidden states of image tokens after each of their first layers: one tensor
             of shape (image tokens, hidden size) per layer. Empty for most models.
@@ -108,8 +111,7 @@ class DecoderInputs:
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
         """Return the decoder's keyword arguments.
 
-        The argument `positions`, shape (tokens,), is passed on as `position_ids` if the model does not compute positions of its
-        own.
+        The argument `positions`, shape (tokens,), is used as `position_ids` if the attribute `positions` is None.
         """
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
@@ -123,7 +125,8 @@ class _Features:
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
         deep: features that the decoder adds after its first layers (see `DecoderInputs`).
-        grids: tensors on the host that the model's own function needs to compute positions.
+        grids: arguments of the model's own position function that describe the images, such as `image_grid_thw`, on the host;
+            empty if the model has no such function.
     """
 
     embeddings: torch.Tensor

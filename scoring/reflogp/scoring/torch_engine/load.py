@@ -58,7 +58,7 @@ class LoadedModel:
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context manager that enables autocast, as accelerate does, or disables it if the model does not use it."""
+        """Return a context manager that enables autocast as accelerate does, or disables autocast if `autocast` is None."""
         return autocasting(self.device, self.autocast)
 
 
@@ -76,7 +76,8 @@ def choose_device(device: str) -> torch.device:
     if device == "auto":
         return choose_device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.empty(0, device=device).device  # has a device number, because each thread has its own current device
+        # A CUDA tensor's device has a number. Without a number, "cuda" would mean a different device in each thread.
+        chosen = torch.empty(0, device=device).device
         if chosen.type not in ("cpu", "cuda"):
             raise EngineError(f"device {device!r}: the engine 'torch' supports only 'cpu' and 'cuda'")
         return chosen
@@ -100,7 +101,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
     except EngineError:
         raise
-    except Exception as error:  # adapters of other shapes, unknown methods, …
+    except Exception as error:  # for example, other shapes than the model's, or an unknown type of adapter
         raise EngineError(f"{adapter.folder}: the adapter cannot be loaded into the model: {first_line(error)}") from error
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
@@ -112,16 +113,18 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
 
     Args:
         model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
-        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype that config.json names. "bfloat16-autocast" and
-            "float16-autocast" load float32 weights and run forward passes under torch.autocast.
+        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype that config.json names (float32 if it names
+            none). "bfloat16-autocast" and "float16-autocast" load float32 weights and run forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: whether to run modeling code from the checkpoint.
 
     Raises:
-        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
+        UsageError: the dtype is unknown, or the model does not exist (see `resolve_model` and `read_checkpoint`).
+        CheckpointError: the model's files cannot be read (see `read_checkpoint`).
         OutOfMemoryError: the model does not fit on the device (checked before weights are read), or memory ran out while
             loading.
-        EngineError: the device cannot be used, transformers cannot build the model, or weights are missing from the files.
+        EngineError: the device cannot be used, transformers cannot build the model, weights are missing from the files or have
+            the wrong shape, or the adapter cannot be loaded.
     """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model))
     name = resolve_dtype(dtype, checkpoint.config)
@@ -207,7 +210,10 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
 
 @contextmanager
 def _unloadable(folder: Path) -> Iterator[None]:
-    """Re-raise errors from configs, kernel packages and transformers as EngineError, except out-of-memory errors."""
+    """Convert errors that transformers and its dependencies raise in the block to EngineError.
+
+    Out-of-memory errors and reflogp's own errors are re-raised unchanged.
+    """
     try:
         yield
     except ReflogpError:
@@ -220,7 +226,9 @@ def _unloadable(folder: Path) -> Iterator[None]:
 
 
 class _Weight:
-    """A tensor in an open file; indexing it reads the file. transformers treats it like a tensor or a safetensors slice.
+    """A tensor in an open file. Indexing this object reads the tensor.
+
+    transformers treats this object like a tensor or a safetensors slice.
 
     Each tensor is read into its own memory. transformers would instead map the files into memory. With mapped files, all
     weights that were read would stay in memory until the last one is loaded, a later write to a file would change the model,
@@ -283,7 +291,9 @@ def _max_positions(config: Any) -> int | None:
 
 
 def _rope_limit(config: Any) -> int | None:
-    """Return the length above which the rotary embeddings depend on the longest sequence in the pass; None if they never do.
+    """Return the length in tokens above which a sequence changes the rotary embeddings of its whole pass, or None.
+
+    None means that the rotary embeddings never depend on the lengths of the sequences in the pass.
 
     See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """
@@ -300,8 +310,8 @@ def _rope_limit(config: Any) -> int | None:
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
     """Return (the model's class, its number of parameters); tied parameters are counted once.
 
-    Vision-language models can be used to score text too, but transformers does not list them as causal language models. They
-    are therefore loaded as image-text-to-text models.
+    Vision-language models can be used to score text too, but transformers lists only some of them as causal language models.
+    The others are loaded as image-text-to-text models.
     """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
@@ -312,7 +322,7 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _text_config(config: Any) -> Any:
-    """Return the text model's part of a config, with the checkpoint's quantization settings added to it."""
+    """Return the text model's part of a config, with the quantization settings of the whole config added."""
     text = config.get_text_config()
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:

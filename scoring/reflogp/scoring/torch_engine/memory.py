@@ -22,19 +22,22 @@ from reflogp.scoring.machine import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 
-#: Number of tokens above which a longer pass is no faster, because its matrix products are already large enough. On a CPU, the
-#: number is per core, because the activations of a longer pass do not fit in the cores' caches. (On two cores, with models of
-#: 100M and 500M parameters, passes of 2,048 tokens are 10% faster than passes of 4,096.)
+#: Numbers of tokens above which longer passes do not compute more tokens per second: on CUDA, and for each thread of torch on a
+#: CPU (by default, one thread for each core). The third number is the maximum on a CPU. On CUDA, the matrix products are
+#: already large enough. On a CPU, the activations of longer passes do not fit in the cores' caches. (On two cores, with models
+#: of 100M and 500M parameters, passes of 2,048 tokens are 10% faster than passes of 4,096.)
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
+#: The smallest token budget that `auto_token_budget` returns.
 _LEAST_TOKENS = 512
-#: Fraction of the free memory that activations may use. The rest is for the head's chunks, kernels and fragmentation.
+#: Fraction of the free memory that activations may use. The rest is for logits, for buffers of kernels and for fragmentation.
 _SHARE = 0.5
-#: Upper estimates of how many copies of hidden-size and of intermediate-size activations a layer has in memory at once.
+#: Upper estimates of how many vectors of the hidden size, and of the intermediate size, a layer has in memory at once for each
+#: token.
 _HIDDEN_COPIES, _INTERMEDIATE_COPIES = 12, 3
 
 
-#: Maximum number of logits that the smallest pass on a CPU has in memory at once, and bytes per logit (a copy in the model's
-#: dtype and one in float32).
+#: Maximum number of logits that the smallest pass on a CPU has in memory at once, and bytes per logit (up to 4 for a copy in
+#: the model's dtype, and 4 for a copy in float32).
 _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 
 
@@ -82,8 +85,9 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
 
 
-#: Peak memory while transformers merges the matrices of a layer's experts into one tensor, in units of one projection of all
-#: experts: the stacked gate and up projections (2), and the tensor that contains both (2).
+#: Peak memory while transformers merges the weights of a layer's experts into one tensor, as a multiple of the size of one
+#: projection (such as gate or up) of all experts: 2 for the stacked gate and up projections, and 2 for the tensor that contains
+#: both.
 _JOINING_COPIES = 4
 #: Fraction of each GPU's memory that vLLM uses by default (gpu_memory_utilization).
 _VLLM_SHARE = 0.9
@@ -107,8 +111,8 @@ def require_room(
         config: the checkpoint's transformers config.
         dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
         device: the model's device.
-        parameters: number of the model's parameters, or None if unknown. It can be smaller than the number of weights in the
-            files, because some of them may not be loaded.
+        parameters: number of the model's parameters, or None if unknown. This number can be smaller than the number of weights
+            in the files, because transformers may not load all weights.
         alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,
             with the memory that is free now.
 
@@ -178,9 +182,10 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """Return command-line options that split the model across as few GPUs as possible; None if splitting does not help.
+    """Return vLLM options that split the model across as few GPUs as possible (2, 4, 8, …); None if no number of GPUs works.
 
-    The GPUs are assumed to be of the same type as `device`.
+    Every GPU is assumed to be of the same type as `device` and to have `free` bytes of memory. If this machine has too few
+    GPUs, the returned text also says how many are needed.
     """
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)

@@ -1,11 +1,11 @@
-"""Pack sequences into flat packs of tokens, so that a prefix shared by several sequences is computed only once.
+"""Pack several sequences into one row of tokens, so that a prefix that they share is computed only once.
 
-The functions in this module turn token ids into index arrays and need neither a model nor tensors.
+The functions in this module turn token ids into numpy arrays of indices. They need neither a model nor torch tensors.
 
 Sequences are sorted by their tokens, so that sequences with a common prefix are adjacent. Such a prefix can be a prompt, the
 earlier turns of a dialogue, or the beginning of a completion. Each sequence adds to the pack only the tokens after the prefix
 that it shares with the previous sequence. The added tokens are the sequence's branch. The sequence's path consists of all its
-tokens in the pack, both shared and added. The tokens of a branch attend only to tokens of the path.
+tokens in the pack, both shared and added. The tokens of a branch attend only to tokens of their path.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from reflogp.store.images import FIRST_IMAGE_ID
 
 Int64s = npt.NDArray[np.int64]
 
-#: Minimum number of tokens of a shared prefix. Shorter prefixes are computed for each sequence: gathering their keys would take
-#: as long, and sharing them would join unrelated sequences (all chats begin with the same few template tokens) into groups that
-#: are too large to fill packs well.
+#: Minimum length of a shared prefix, in tokens. Shorter prefixes are computed again for each sequence. Sharing them would save
+#: no time, because gathering their keys takes as long as computing the prefix again. It would also join unrelated sequences
+#: (all chats begin with the same few template tokens) into large groups, which fill packs less well than small groups.
 MIN_SHARED = 16
 
 
@@ -76,11 +76,11 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences; yield first the packs that contain the largest groups of sequences with shared prefixes.
+    """Pack sequences, and yield the packs. Those with the largest groups of sequences that share prefixes come first.
 
     Args:
         sequences: any number of sequences. For a large dataset, call this function with a few thousand at a time.
-        token_budget: maximum number of tokens in a pack. A sequence that is longer than this is the only one in its pack.
+        token_budget: maximum number of tokens in a pack. A sequence that is longer than the budget is alone in its pack.
         min_shared: minimum length, in tokens, of a shared prefix that is computed only once; shorter prefixes are computed
             again for each sequence.
     """
@@ -96,7 +96,7 @@ class _Group:
     """A group of sequences that share prefixes.
 
     Attributes:
-        members: for each sequence, its index, and the number of tokens that it shares with the sequence before it.
+        members: for each sequence, its index, and the number of tokens that it shares with the sequence before it in the group.
         tokens: number of tokens that the group adds to a pack.
     """
 
@@ -181,8 +181,8 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
 def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
     """For each token, return the index after the last token that it may attend to, int64 (n,).
 
-    For most tokens, this is the index after the token itself. If `both_ways` is set, an image token may also attend to later
-    tokens, up to the end of its uninterrupted run of image tokens.
+    For a text token, this is the index after the token itself; the same is true of an image token if `both_ways` is False. If
+    `both_ways` is True, an image token may also attend to later tokens, up to the end of its uninterrupted run of image tokens.
     """
     ends = np.arange(1, len(ids) + 1)
     if not both_ways:
@@ -195,9 +195,10 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 
 
 def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return the length of the prefix that two sequences share.
+    """Return the length of the prefix that two sequences share, in tokens.
 
-    If images follow each other without text between them, the prefix contains either all of these images or none.
+    The prefix contains only whole images. If images follow each other without text between them, the prefix contains either
+    all of these images or none.
     """
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]

@@ -23,15 +23,15 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import first_line
 
-#: Maximum root mean square difference from ordinary, unpadded passes of the same model in the same dtype, in nats per token.
-#: Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in deeper models). A token that
-#: attends to another sequence, or has a wrong position, is off by tenths of a nat.
+#: Maximum root mean square difference between a path's log-probs and those of ordinary, unpadded passes of the same model in
+#: the same dtype, in nats per token. Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in
+#: deeper models). If a token attends to another sequence or has a wrong position, log-probs change by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding errors grow with the logits. If the root mean square of the log-probs is above this value, the tolerance grows in
 #: proportion.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
-#: Number of sequences with images to score both packed and one at a time, before any further sequences with images are packed.
+#: Maximum number of sequences that `check_images` gets. They are the first sequences with images that the engine scores.
 IMAGE_CHECKS = 4
 
 
@@ -108,6 +108,9 @@ def check_images(
         sequences: at least one sequence, all with images.
         refused: names of attention kernels that must not be used.
         own_attention: name of the model's own attention implementation.
+
+    Raises PictureError if an image can no longer be read. Out-of-memory errors, and errors while the sequences are scored one
+    at a time, are re-raised.
     """
     model, device = loaded.model, loaded.device
     with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
@@ -144,7 +147,10 @@ def check_images(
 
 
 def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> Any:
-    """Call `compute` and return its result. If a kernel fails, add it to `refused` and call `compute` again."""
+    """Call `compute` and return its result. If a kernel fails, add it to `refused` and call `compute` again.
+
+    If `by_branch` fails, the error is re-raised, because there is no further kernel to try.
+    """
     while True:
         try:
             return compute()
@@ -205,7 +211,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
             doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # does the simplest kernel show the problem too?
+            if problem is not None and doubted:  # find out whether by_branch has the same problem
                 rejected |= dict.fromkeys(doubted, problem)
                 refused.extend(sorted(doubted))
                 continue
@@ -268,7 +274,11 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers; undo this if it fails or changes the values. Return (difference from `plain`, problem or None)."""
+    """Compile the layers and the head's log-sum-exp; undo both if compiling fails or the values differ too much from `plain`.
+
+    Returns:
+        A tuple: the root mean square difference from `plain` (NaN if an error occurred), and the problem, or None.
+    """
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -314,7 +324,7 @@ def _windowed_layers(config: Any) -> int:
     The self-check compares this number with the number of layers that pass a window to packed attention. Some layers have their
     window only in the mask. Packed attention does not use this mask, so these layers would lose their window. Comparing values
     would not reveal the lost window, because the sequences of the self-check are shorter than most windows. Models with chunked
-    attention (Llama 4) are never packed: the two numbers always differ, because their chunked layers pass no window.
+    attention (Llama 4) are never packed: the two numbers always differ, because chunked layers pass no window.
     """
     types = getattr(config, "layer_types", None)
     if types:

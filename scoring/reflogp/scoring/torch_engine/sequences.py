@@ -1,8 +1,6 @@
-"""Define classes for the sequences that engines score and for the operation counts of scoring.
+"""Define what all engines share: the sequences to score, the checks of these sequences, and operation counts.
 
 This module does not import torch.
-
-A multiply-add counts as two floating-point operations.
 """
 
 from __future__ import annotations
@@ -213,7 +211,9 @@ def passes_over(
 
 @dataclass(frozen=True)
 class Operations:
-    """Operation counts for scored sequences. Both counts are 0 if the engine cannot count operations.
+    """Numbers of floating-point operations for scored sequences; a multiply-add counts as two operations.
+
+    Both numbers are 0 if the engine cannot count operations.
 
     Attributes:
         plain: number of operations for scoring each sequence in a separate forward pass.

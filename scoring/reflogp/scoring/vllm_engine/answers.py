@@ -1,4 +1,4 @@
-"""Define requests to vLLM and its responses, and check that a response contains the completion's log-probs.
+"""Define the requests to vLLM and the responses from vLLM, and check that a response contains the completion's log-probs.
 
 Responses from a vLLM process and from a vLLM server are checked here before their values are stored. The vLLM process and the
 engine's process exchange requests and responses as Arrow IPC streams. The two processes may have different environments,
@@ -18,8 +18,8 @@ from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 
-#: A value above this limit is not a log-prob but uninitialized memory, which vLLM's older runner returns for values that it did
-#: not compute.
+#: Upper limit for log-probs, which rounding can make slightly positive. A greater value comes from uninitialized memory: vLLM's
+#: older model runner returns the contents of such memory in place of log-probs that it did not compute.
 _ROUNDING = 1e-3
 
 
@@ -106,8 +106,9 @@ def problem_of_answer(values: Any) -> str:
     return "vLLM returned no valid log-probs for the sequence, even without the prefix cache; use --engine torch"
 
 
-#: Schema of requests. `ids` are the token ids of prompt and completion; the first `prompt_len` of them are the prompt. `images`
-#: are row numbers in PICTURES.
+#: Schema of requests. `number` identifies a request. `ids`, `prompt_len` and `reads_cache` are the fields of Request. `images`
+#: contains the row numbers of the request's images in the table of images (schema PICTURES). `counts` and `image_token` are the
+#: fields `counts` and `token` of RequestImages. The last three columns are null for a request without images.
 REQUESTS = pa.schema(
     [
         ("number", pa.int64()),
@@ -121,8 +122,8 @@ REQUESTS = pa.schema(
 )
 #: Schema of the distinct images of a list of requests.
 PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
-#: Schema of responses. `token_logps` contains the completion's log-probs, or null if there are none. `cached` is the number of
-#: tokens that were read from the prefix cache.
+#: Schema of responses. `number` is the request's number. `token_logps` contains the completion's log-probs, or null if there
+#: are none. `cached` is the number of tokens that were read from the prefix cache.
 ANSWERS = pa.schema(
     [("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32()), ("problem", pa.string())]
 )

@@ -1,4 +1,7 @@
-"""Implement a Transport that runs vLLM in a local process with its own Python environment. Does not import vLLM."""
+"""Implement a Transport that runs vLLM in a local process with its own Python environment.
+
+This module does not import vLLM.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _END_SECONDS = 15.0
 #: How long to wait for the last lines of the log after the process has exited, in seconds.
 _LISTEN_SECONDS = 5.0
 
-#: Maximum number of vLLM steps in a pass.
+#: A pass contains at most as many tokens as vLLM can compute in this number of steps.
 _STEPS = 4
 
 
@@ -254,7 +257,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
             f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
             "'reflogp[vllm]') and name its Python interpreter with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
-    # vLLM's child processes print their errors before their parent reports that they have exited.
+    # If one of vLLM's child processes fails, vLLM's exception says only that it has exited. The cause is in the log.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError

@@ -3,7 +3,7 @@
 A Transport connects the engine to vLLM, which runs as a local process or as a server.
 
 vLLM computes no log-probs for positions that it reads from its prefix cache: for these positions, the response contains no
-values or, with vLLM's older runner, the contents of uninitialized memory. A request cannot tell vLLM to read only prompt
+values or, with vLLM's older model runner, the contents of uninitialized memory. A request cannot tell vLLM to read only prompt
 positions from the cache. Therefore, the engine lets a sequence read the cache only if vLLM would still compute all log-probs of
 the completion.
 """
@@ -76,7 +76,8 @@ def common_prefix(one: Sequence, other: Sequence) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-#: Number of sequences that are sorted together and share a cache.
+#: Maximum number of sequences in a group that `passes` forms. The sequences of a group are sorted together, and can read each
+#: other's cached prefixes.
 _WINDOW = 8_192
 #: Maximum total size of a pass's encoded images, in bytes. Two passes are in flight at the same time.
 _IMAGE_BYTES = 256 << 20
@@ -84,8 +85,8 @@ _IMAGE_BYTES = 256 << 20
 PASSES = 2
 #: A sequence is skipped after vLLM has exited this many times while it was scoring that sequence alone.
 _STRIKES = 2
-#: Maximum number of consecutive times that vLLM may exit without returning a value. Exits during a search by halving are not
-#: counted.
+#: Maximum number of consecutive times that vLLM may exit without returning a value. `_flow` increases this maximum by the
+#: number of exits that a search by halving may need.
 _DEATHS = 6
 
 
@@ -148,7 +149,8 @@ class VllmEngine:
 
     Attributes:
         token_budget: maximum number of tokens in a pass.
-        pass_seconds: has no effect with this engine, because vLLM interleaves the requests of several passes.
+        pass_seconds: maximum device time of a pass in seconds (see PassEngine). This engine ignores the limit, because vLLM
+            interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
@@ -192,15 +194,15 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass.
+        """Yield a list of (index, outcome) for each pass; see PassEngine.passes.
 
         Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
 
         `before` is called before each pass is sent, with the indices of the pass's sequences.
 
         Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), or
-                vLLM cannot be restarted.
+            EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), a
+                request failed, vLLM cannot be restarted, or vLLM has exited too many times in a row.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -292,7 +294,7 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving makes vLLM end fewer times than this
+                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving needs fewer exits
                     raise EngineError(
                         f"vLLM exited {deaths} times without returning a value; set REFLOGP_VLLM_LOG=1 to see its log"
                     ) from None
@@ -356,7 +358,7 @@ class _Pass:
 
 
 class _Flight:
-    """A pass in flight.
+    """A pass whose requests have been sent to vLLM.
 
     Attributes:
         indices: indices of the pass's sequences.
@@ -374,7 +376,10 @@ class _Flight:
         self._asked, self._answers = self._ask(self.indices, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses and return the outcomes of the pass. Raise VllmEndedError if vLLM exits."""
+        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes.
+
+        Raises VllmEndedError if vLLM exits.
+        """
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:
@@ -395,7 +400,7 @@ class _Flight:
     def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
         """Send requests for some sequences; return (indices of the sequences that were sent, iterator over the responses).
 
-        If an image can no longer be read, its sequence is not sent, and the sequence's outcome is the error message.
+        If an image cannot be read or encoded, its sequence is not sent, and the sequence's outcome is the error message.
         """
         requests: dict[int, Request] = {}
         for index in indices:

@@ -1,4 +1,6 @@
-"""Convert sequences with images into prompts for vLLM, and keep the sequences' token ids. This code runs in vLLM's process.
+"""Convert sequences with images into prompts for vLLM without changing the sequences' token ids.
+
+The conversion runs in vLLM's process. The engine's process uses only `library_of`.
 
 By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. This module instead passes each
 image separately to vLLM's processor, and compares the generated tokens with the caller's token ids. If the tokens differ, the
@@ -19,9 +21,9 @@ from reflogp.scoring.vllm_engine.answers import Request
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from reflogp.store.texts import first_line
 
-#: Maximum size of the processed images kept for later sequences, in bytes.
+#: Maximum total size of the processed images that are kept in memory for later sequences, in bytes.
 _KEPT_BYTES = 1 << 30
-#: Width and height of the test images that are scored at startup.
+#: Width and height of the test images that are scored at startup, in pixels.
 _SIZE = 64, 48
 
 
@@ -64,7 +66,7 @@ class ImagePrompts:
         settings: hexadecimal digest of the settings of the image processor that vLLM loaded (see `settings_digest`).
         library: name of the library that this image processor uses to resize images (see `library_of`).
 
-    Raises ImageRefusedError if vLLM has no image processor for the model.
+    Raises ImageRefusedError if vLLM cannot load an image processor for the model.
     """
 
     def __init__(self, engine: Any) -> None:

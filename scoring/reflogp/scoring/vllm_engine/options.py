@@ -1,5 +1,4 @@
-"""Choose the arguments of `vllm.LLM` for a reference, or raise an error if vLLM would silently compute values that differ from
-the reference's.
+"""Choose the arguments of `vllm.LLM` for a reference, and refuse references for which vLLM would silently compute wrong values.
 
 This module does not import vLLM.
 """
@@ -43,8 +42,8 @@ ALLOWED = frozenset(
 #: Model families (`model_type`) for which vLLM's values with images agree with transformers'. The tests in tests/vllm compare
 #: them.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
-#: What vLLM needs for images -> names of the files that can provide it. The model's folder must contain at least one of these
-#: files.
+#: What vLLM needs for images -> names of the files that can provide it. For each entry, the model's folder must contain at
+#: least one of the files.
 _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -57,7 +56,8 @@ WRONG = {
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Names of layers for which vLLM applies adapters to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
+#: Parts of the tensor names of embeddings and output layers. An adapter with such a tensor is refused, because vLLM would apply
+#: the adapter incorrectly (for the output layer, see github.com/vllm-project/vllm/issues/51594).
 _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
 
 
@@ -117,7 +117,7 @@ def vllm_options(
     Raises:
         UsageError: `chosen` contains an argument that is not in ALLOWED.
         UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
-        EngineError: vLLM would compute values that differ from the reference's.
+        EngineError: vLLM does not support the adapter, or would compute values that differ from the reference's.
     """
     check_options(chosen)
     checkpoint = read_checkpoint(Path(model))
@@ -145,14 +145,14 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the adapted modules. Otherwise, vLLM prepares for an adapter on the head and then confuses a prompt's rows with
-        # requests.
+        # Name the adapted modules. Otherwise, vLLM prepares the output layer for an adapter too. The layer would then expect
+        # one row for each request, but for a prompt's log-probs it gets one row for each token.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     no_images = _no_images(checkpoint)
     if no_images is None:
-        # vLLM's processor needs the tokenizer. Its cache is turned off, because vllm_engine.images has a cache and because the
-        # state of vLLM's own cache would depend on requests that are refused.
+        # vLLM's image processor needs the tokenizer. vLLM's cache of processed images is turned off for two reasons:
+        # vllm_engine.images has its own cache, and refused requests could change the state of vLLM's cache.
         limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
@@ -175,7 +175,7 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
         return " with image features from several layers"
     rope = config.get("text_config", {})
     rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
-    # transformers always interleaves; vLLM does so only if the config says so.
+    # transformers always interleaves the rotary frequencies of time, height and width. vLLM does so only if the config says so.
     if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):
         return " without mrope_interleaved in their config"
     return ""
@@ -202,8 +202,9 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that make vLLM's rotary embeddings match transformers'; raise EngineError if no arguments can.
 
-    vLLM chooses the frequencies of rotary embeddings once, for the longest sequence that it accepts, but transformers chooses
-    them for each forward pass. Therefore, the arguments may limit the length of sequences.
+    With rotary embeddings of type "dynamic" or "longrope", the frequencies depend on the length of the sequence. vLLM chooses
+    them once, for the longest sequence that it accepts, but transformers chooses them for each forward pass. Therefore,
+    "dynamic" is refused, and for "longrope" the arguments limit sequences to the model's original maximum length.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
@@ -216,7 +217,10 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(adapter: Adapter) -> int:
-    """Return the `max_lora_rank` that an adapter needs. Raise EngineError if vLLM would apply the adapter incorrectly."""
+    """Return the `max_lora_rank` that an adapter needs.
+
+    Raises EngineError if vLLM does not support the adapter or would apply it incorrectly.
+    """
     config = adapter.config
     advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and use the merged model"
     if config.get("peft_type") != "LORA":

@@ -2,7 +2,8 @@
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
 environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The caller and the process exchange
-the following messages. The names in parentheses are the schemas of the Arrow streams in a message's body (see answers.py).
+the following messages. The names in parentheses are the schemas of the Arrow streams in a message's body (see answers.py). The
+process sends `ready` when the model is loaded, and `dying` before it exits because of an error.
 
     caller -> process   configure, then score (+ REQUESTS, PICTURES)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -31,18 +32,19 @@ from reflogp.store.texts import first_line
 #: waits.
 _WAITING = 2
 #: Fraction of the cache that all requests in flight may need together. If the cache were full, vLLM would preempt and restart a
-#: request, and the restarted request could read cache blocks that it had written itself.
+#: request. The restarted request could read cache blocks that it had written itself, and vLLM computes no log-probs for the
+#: positions in these blocks.
 _ROOM = 0.9
 #: Lengths of the sequences that are scored in one batch at startup. Some problems do not occur with a single sequence.
 _PROBES = (4, 40, 9)
-#: Number of tokens after an image that are scored at startup, and the maximum difference between their values with and without
-#: the cache.
+#: For the check of images at startup: the maximum number of tokens that are scored after a test image, and the maximum
+#: difference in nats between a token's log-probs with and without the cache.
 _CHECKED, _SAME = 8, 0.25
 #: Defaults for environment variables. VLLM_CPU_KVCACHE_SPACE (GiB) is set because vLLM on a CPU would otherwise use most of the
 #: memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
-#: Default arguments on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks. Compiling
-#: takes minutes and does not make scoring faster.
+#: Default arguments on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks. With
+#: `enforce_eager`, vLLM does not compile the model. Compiling takes minutes and does not make scoring faster.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
 #: How long this process waits for a running step after stdin was closed, in seconds. vLLM's own processes exit when this
 #: process exits.
@@ -55,7 +57,8 @@ class Scorer:
     Args:
         options: arguments for `vllm.LLM`.
         adapter: folder of the LoRA adapter, or None.
-        no_images: why vLLM cannot use this model to score rows with images, or None if it can.
+        no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If it is None, test
+            images are scored at startup.
 
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
@@ -66,6 +69,9 @@ class Scorer:
         max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
         reads_cache: True if vLLM's prefix cache is enabled.
         batched_tokens: maximum number of tokens that vLLM processes in one step.
+        images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
+            processor for the model.
+        no_images: the argument, or the reason why the check with test images failed, or None if the check succeeded.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
@@ -125,7 +131,10 @@ class Scorer:
         }
 
     def fits(self, tokens: int) -> bool:
-        """Return True if a request with this many tokens may be added to the requests in flight."""
+        """Return True if a request with this many tokens may be added to the requests in flight.
+
+        If no request is in flight, return True for any number of tokens.
+        """
         enough = self._blocks + self._blocks_of(tokens) <= self.room and len(self._flying) < self._at_a_time
         return enough or not self._flying
 
@@ -133,7 +142,15 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM. Raise ImageRefusedError if vLLM cannot score it because of its images."""
+        """Send a request to vLLM.
+
+        Args:
+            number: number of the request, which its response contains as `at`.
+            request: the request.
+            salt: only requests with the same salt can reuse each other's cached prefixes.
+
+        Raises ImageRefusedError if vLLM cannot score the request because of its images.
+        """
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -163,7 +180,7 @@ class Scorer:
             values = self._values(output, len(request.ids) - request.prompt_len)
             problem = None
             if request.images is not None and list(output.prompt_token_ids) != request.model_ids():
-                values, problem = None, "vLLM scored token ids that differ from the sequence's"
+                values, problem = None, "vLLM scored token ids that differ from those of the sequence"
             yield Answer(int(output.request_id), values, int(output.num_cached_tokens or 0), problem)
 
     def _blocks_of(self, tokens: int) -> int:
@@ -184,7 +201,11 @@ class Scorer:
         return self._vllm.SamplingParams(**shared, prompt_logprobs=0, flat_logprobs=True)
 
     def _values(self, output: Any, count: int) -> Any:
-        """Return the log-probs of the last `count` tokens, or None if vLLM did not compute all of them."""
+        """Return the log-probs of the last `count` tokens, or None if the response does not contain them.
+
+        With the method "prompt_logprob_token_ids", the number of log-probs is not checked here. The caller checks all responses
+        (see `answers.believable`).
+        """
         if self.method == "prompt_logprob_token_ids":
             found = output.prompt_token_id_logprobs
             return None if found is None else np.asarray(found, np.float32)[:, 0]
@@ -226,8 +247,8 @@ class Scorer:
         The same completion is scored three times: after each of two different images, and again after the first of them, which
         is then in the cache.
 
-        Raises ImageRefusedError if the values are the same after both images, or if the values after the first image change
-        when that image is read from the cache.
+        Raises ImageRefusedError if vLLM fails or returns no valid values, if the values are the same after both images, or if
+        the values after the first image change when that image is read from the cache.
         """
         found: list[Any] = []
         try:
@@ -243,7 +264,7 @@ class Scorer:
                 self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
                 [answer] = self._finished()
                 if answer.values is None or not np.isfinite(answer.values).all():
-                    raise ImageRefusedError(answer.problem or "vLLM returned no values for a test image")
+                    raise ImageRefusedError(answer.problem or "vLLM returned no valid log-probs for a test image")
                 found.append(answer.values)
         except ImageRefusedError:
             raise
@@ -290,7 +311,7 @@ class Process:
         while (frame := read_frame(self._source)) is not None:
             self._coming.put(frame)
         self._coming.put(None)
-        # The caller has exited or will send no more requests, and nothing waits for the requests in flight.
+        # The caller has closed stdin or has exited, and does not need the responses to the requests in flight.
         threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 

@@ -1,7 +1,8 @@
 """Implement a Transport that connects to a running `vllm serve`, sends concurrent HTTP requests and retries failed ones.
 
 reflogp cannot read the server's weights. Instead, `check_claim` scores a few sequences both locally and on the server, and
-compares the values. Requests for log-probs have one of three forms, listed from best to worst:
+compares the values. Requests for log-probs have one of three forms, listed from best to worst. The first two forms need
+`vllm serve --enable-scale-out`.
 
     token_ids    POST /inference/v1/generate, returns values of the completion's tokens only; needs vLLM's model runner V2
     prompt       POST /inference/v1/generate, returns values of all tokens
@@ -80,15 +81,17 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 #: Timeout for a response, in seconds. It is long because a sequence may have to wait for many others.
 _ANSWER_SECONDS = 600.0
-#: Pauses between attempts, in seconds: the first pause, and the limit up to which pauses double.
+#: The first and the longest pause between attempts, in seconds. Each pause is twice as long as the previous one, up to the
+#: longest pause. In addition, each pause is randomly shortened or lengthened by up to half.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-#: How long the server may be silent before a warning says that reflogp is waiting for it, in seconds.
+#: If all attempts have failed for this many seconds, a warning says that reflogp is waiting for the server.
 _SAID_SECONDS = 3.0
-#: Status codes that are retried: too many requests, or a proxy or server that is restarting. A server sends 500 while it shuts
-#: down.
+#: Status codes after which a request is retried. `_AWAY`: the server is overloaded, or the server or a proxy is restarting.
+#: `_LATER` also contains 500, which a server sends while it shuts down. Requests that test what the server supports are retried
+#: only after the codes in `_AWAY`, because a server may also send 500 for a request that it does not support.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: Number of tokens in all passes in flight, divided by the maximum number of requests in flight.
+#: Maximum number of tokens in all passes in flight, divided by the maximum number of concurrent requests.
 _TOKENS_EACH = 1024
 
 
@@ -101,7 +104,7 @@ class ServerPlace:
         model: the server's name for the reference model, or None for the only model that the server serves.
         key: API key for the server, or None.
         concurrency: maximum number of concurrent requests.
-        patience_seconds: maximum time to wait for a server that does not respond, in seconds.
+        patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
     """
 
     url: str
@@ -112,11 +115,16 @@ class ServerPlace:
 
 
 class VllmServer:
-    """A running vLLM server that serves the reference model.
+    """A connection to a running vLLM server. Whether the server's model is the reference model is not checked here.
+
+    Args:
+        place: the server's address, and the settings for sending requests to it.
 
     Raises:
-        UsageError: the URL is invalid, or the server does not serve the model.
-        EngineError: the server cannot be reached, or does not return log-probs of the tokens in a request.
+        UsageError: the URL is invalid, the server does not serve a model with the name `place.model`, or the name is None and
+            the server does not serve exactly one model.
+        EngineError: the server cannot be reached, responds with an error, or does not return log-probs of the tokens in a
+            request.
 
     Attributes:
         form: the best request form in FORMS that the server supports.
@@ -149,9 +157,10 @@ class VllmServer:
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why a server cannot score sequences with images; see Transport.problem_of_images."""
-        # /inference/v1/generate accepts images together with token ids. But it either expands placeholders itself
-        # (content_parts), or needs tensors and ranges from vLLM's own processor, which leave out the text tokens between an
-        # image's tokens (features).
+        # /inference/v1/generate accepts images together with token ids, in the field content_parts or in the field features.
+        # With content_parts, the server itself replaces each placeholder with image tokens. With features, the caller must send
+        # tensors and token ranges from vLLM's own processor, and these ranges cannot exclude text tokens between the tokens of
+        # an image.
         return "a vLLM server generates image tokens with its own image processor, whose settings reflogp cannot check"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
@@ -243,13 +252,13 @@ class VllmServer:
             if now - since > _SAID_SECONDS and not self._said:
                 self._said = True
                 waiting = f"waiting up to {self._place.patience_seconds:.0f} s for the server (--patience)"
-                warnings.warn(f"{self._place.url} is not responding ({problem}); {waiting}", stacklevel=2)
+                warnings.warn(f"{self._place.url} is unreachable or busy ({problem}); {waiting}", stacklevel=2)
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:
                 raise EngineError(
-                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}). Values computed so far are kept: "
-                    "run the same command again when the server is back, or wait longer with --patience"
+                    f"{self._place.url} has been unreachable or busy for {now - since:.0f} s ({problem}). Values computed so "
+                    "far are kept: run the same command again when the server is back, or wait longer with --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)
 

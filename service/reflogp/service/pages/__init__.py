@@ -1,1 +1,1 @@
-"""The service's browser pages: templates, static files, charts, and functions that prepare data for the templates."""
+"""The service's web pages: templates, static files, charts, and functions that prepare data for the templates."""

@@ -1,6 +1,7 @@
-"""Prepare data for pages: tables of routes and JSON objects from the OpenAPI document, and names of jobs and datasets.
+"""Prepare data for the web pages: routes and JSON objects for the page /docs, and the names of jobs and datasets.
 
-The page /docs is made from these tables, so it needs no script and loads nothing from other servers.
+The routes and JSON objects are read from the service's OpenAPI document. The page /docs is rendered on the server. Unlike
+FastAPI's own /docs, it needs no script and loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from reflogp.store.texts import hide_secrets
 
 
 def dataset_name(dataset: DatasetSpec | None) -> str:
-    """Return the location of a dataset: its URI, upload name or path.
+    """Return the location of a dataset (its URI, upload name or path), or an empty string if `dataset` is None.
 
-    The user name and query of a URI are removed, because they may contain secrets.
+    The user name, password, query and fragment of a URI are removed, because they may contain secrets.
     """
     if dataset is None:
         return ""
@@ -33,7 +34,15 @@ def job_name(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter of a route, or a field of a JSON object. For a field of a nested object, `name` is its dotted path."""
+    """A parameter of a route, or a field of a JSON object.
+
+    Attributes:
+        name: name of the parameter or field. For a field of a nested object, its dotted path, such as `dataset.uri`.
+        kind: type of the value in words. For a parameter, also where it is sent, such as "query, integer".
+        default: default value as JSON, "required" if there must be a value, or "" if the value can be left out and has no
+            default.
+        about: description.
+    """
 
     name: str
     kind: str
@@ -43,7 +52,12 @@ class Field:
 
 @dataclass(frozen=True)
 class Answer:
-    """A route's response for one HTTP status."""
+    """A route's response for one HTTP status.
+
+    Attributes:
+        body: media types of the response body and names of their JSON objects, such as "application/json (Job)", or "" if there
+            is no body.
+    """
 
     status: str
     about: str
@@ -89,7 +103,7 @@ def operations(spec: dict[str, Any]) -> list[Operation]:
 
 
 def shapes(spec: dict[str, Any]) -> list[Shape]:
-    """Return the JSON objects that an OpenAPI document defines by name."""
+    """Return the JSON objects that an OpenAPI document defines under `components.schemas`."""
     named = spec.get("components", {}).get("schemas", {})
     return [Shape(name, schema.get("description", ""), list(_fields(schema))) for name, schema in named.items()]
 
@@ -138,7 +152,7 @@ def _content(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Describe the type of a JSON schema in words."""
+    """Return the type that a JSON schema allows in words, such as "string or null" or "list of integer"."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

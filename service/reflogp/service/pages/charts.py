@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG for pages: a histogram, and throughput over time.
+"""Draw the charts of the web pages as inline SVG: histograms, and the throughput of a job over time.
 
 Colors and fonts come from the CSS classes in the stylesheet. Every chart has a title and a text description.
 """
@@ -27,8 +27,8 @@ from reflogp.scoring.reports.chart_frame import (
 from reflogp.service.models import Histogram
 from reflogp.store.texts import counted, duration, number
 
-#: Seconds between two ticks on a time axis: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps
-#: are multiples of half a day.
+#: Possible seconds between two ticks on a time axis: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours.
+#: Longer steps are multiples of half a day.
 _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10, 15, 30) if size * count < 43200]
 
 
@@ -39,7 +39,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
         name: id that is unique on the page, made of letters, digits and hyphens.
         title: chart title that says what is counted.
         unit: unit of the values, shown below the axis.
-        values: counts and edges of the bars, which may differ in width.
+        values: counts and edges of the bars. The bars may differ in width.
     """
     total = sum(values.counts)
     low, high = (values.edges[0], values.edges[-1]) if values.edges else (0.0, 0.0)

@@ -93,7 +93,7 @@ def _why_not(workers: list[WorkerHandle]) -> str:
     silent = [worker for worker in workers if worker.late]
     if silent:
         return f"worker {silent[0].number} has not answered for {silent[0].silent_seconds:.0f} seconds"
-    return "no worker has started yet: " + "; ".join(
+    return "no worker is ready: " + "; ".join(
         f"worker {worker.number} ended: {worker.last_error}"
         if worker.process is None and worker.last_error
         else f"worker {worker.number} is starting"

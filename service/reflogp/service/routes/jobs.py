@@ -82,9 +82,9 @@ def jobs_router(context: Context) -> APIRouter:
         tokenizer, dataset and settings. Datasets named by a URI are compared by the URI, all others by their bytes and, if the
         job names a path, also by the path. Priority and title are not compared.
 
-        If the existing job has failed or was cancelled, it is queued again. If it is done, it is returned as it is, with one
-        exception: a new job is created if no key was sent and the data may have changed, because the dataset is named by a URI
-        or its rows refer to image files.
+        If the existing job has failed or was cancelled, it is queued again. Otherwise, it is returned as it is, with one
+        exception: if it is done, no key was sent, and the dataset is named by a URI or its rows refer to image files, a new job
+        is created, because the data may have changed.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """
@@ -118,7 +118,7 @@ def jobs_router(context: Context) -> APIRouter:
         request: Request,
         state: Annotated[JobState | None, Query(description="List only jobs in this state.")] = None,
         before: Annotated[
-            str | None, Query(max_length=64, description="Id of a job. List only jobs that were submitted before it.")
+            str | None, Query(max_length=64, description="Id of a job. List only jobs that were submitted before this job.")
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs on a page.")] = 50,
     ) -> Response:
@@ -153,7 +153,8 @@ def jobs_router(context: Context) -> APIRouter:
         """Stream the state of a job as server-sent events: first its current state, then its state after each change.
 
         Events are named `job` while the job is queued or running. The last event, with the job's final state, is named `end`. A
-        slow reader may miss intermediate events, but never the last one.
+        slow reader may miss intermediate events, but never the last one. If the stream ends without the event `end` (for
+        example, because the service was stopped), open it again.
         """
         await precompute.get(job_id)
 

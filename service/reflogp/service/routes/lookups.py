@@ -42,7 +42,7 @@ from reflogp.store.texts import hide_secrets
 _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
 #: Bytes of memory for each byte of keys: one for the body, and one for a copy in case the keys arrive in several batches.
 _KEYS_COST = 2
-#: Additional bytes reserved for each request: for decoding, for the schema and for a piece of the response.
+#: Additional bytes reserved for each Arrow request, for decoding and for the schema.
 _MARGIN_BYTES = 64 << 10
 #: Maximum number of token values in a JSON response, and bytes of memory for each: a Python number, its list entry, and about
 #: 20 characters of JSON.
@@ -156,7 +156,7 @@ def lookups_router(context: Context) -> APIRouter:
     )
     async def lookup(
         request: Request,
-        reference: Annotated[str, Query(max_length=200, description="Name or id.")],
+        reference: Annotated[str, Query(max_length=200, description="Name or id of the reference.")],
         snapshot: Annotated[
             int | None, Query(ge=0, le=2**53, description="Number of the snapshot to read. Default: the latest.")
         ] = None,
@@ -217,7 +217,8 @@ async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
     """Return a response that streams Arrow batches.
 
     Batches are created while the response is being sent. The first batch is created before the status is sent, so that an
-    unreadable store results in an error status rather than in a truncated response.
+    unreadable store results in an error status rather than in a truncated response. If a later batch cannot be read, the
+    response is truncated.
     """
     first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
 

@@ -45,7 +45,7 @@ _HEADERS = {
 _FOLDER = "reflogp.service.pages"
 _MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-#: Type of a function that responds to a request from the caller with the given name.
+#: A function that takes a request and the caller's name, and returns the response.
 _Handler = Callable[[Request, str], Awaitable[Response]]
 
 
@@ -73,7 +73,12 @@ def pages_router(context: Context) -> APIRouter:
 
 @dataclass(frozen=True)
 class _Held:
-    """A registered reference, with the size of its table in the store."""
+    """A registered reference, with the size of its table in the store.
+
+    Attributes:
+        snapshot: number of the table's latest snapshot, or None if the store has no values for the reference.
+        repair: command that repairs the table's log, or None if the log is intact.
+    """
 
     shelved: RegisteredReference
     snapshot: int | None
@@ -266,9 +271,9 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Remove control characters and invisible characters, except line ends and tabs, from a value that a template displays.
+    """Replace control and invisible characters in a value that a template displays with visible escapes, such as ``\\u202e``.
 
-    Values that are not text are returned unchanged.
+    Line ends and tabs are kept. Values that are not text are returned unchanged.
     """
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 

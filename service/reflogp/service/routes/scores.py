@@ -102,7 +102,15 @@ def scores_router(context: Context) -> APIRouter:
         reference: Annotated[
             str, Query(max_length=200, description="Name or id of a reference that is named in the service's settings.")
         ],
-        temperature: Annotated[float, Query(ge=0.01, le=100, description="Temperature: the logits are divided by it.")] = 1.0,
+        temperature: Annotated[
+            float,
+            Query(
+                ge=0.01,
+                le=100,
+                description="Temperature: the logits are divided by it. Only the engine `torch` supports temperatures other "
+                "than 1.",
+            ),
+        ] = 1.0,
         cache_read: Annotated[
             bool,
             Query(
@@ -118,7 +126,13 @@ def scores_router(context: Context) -> APIRouter:
             ),
         ] = False,
         deadline_ms: Annotated[
-            int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait for the values, in milliseconds.")
+            int | None,
+            Query(
+                ge=1,
+                le=3_600_000,
+                description="Maximum time to wait for the values, in milliseconds. After that, the request is rejected with "
+                "504. Default: the service's setting deadline_seconds.",
+            ),
         ] = None,
     ) -> Any:
         """Return log-probs of completions, given their prompts.
@@ -129,7 +143,7 @@ def scores_router(context: Context) -> APIRouter:
 
         If there is a third column, `attention_mask` (0 or 1 for each token of the prompt and completion), each sequence is a
         row of a padded batch and may contain padding tokens. Such rows are passed to the model as they are, together with the
-        mask; the model chooses the position ids.
+        mask. The model chooses the position ids. Only the engine `torch` can score such rows.
 
         If the request body is JSON, so is the response. If a sequence cannot be scored, its entry contains an error; the other
         sequences still get values.

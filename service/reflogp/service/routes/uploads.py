@@ -50,7 +50,7 @@ def uploads_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Send a dataset",
         response_model=Upload,
-        response_description="The complete upload.",
+        response_description="The new upload.",
         dependencies=[scorer],
         responses={
             **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),

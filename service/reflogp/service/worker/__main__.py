@@ -3,14 +3,20 @@
 The process reads frames from stdin and writes frames to stdout. It runs until the service sends the frame `exit`, or until the
 service itself exits.
 
-The process has four threads. The main thread owns the engines and alternates between online requests and a job. Of the other
-threads, one reads frames, one runs jobs, and one commits the values of online requests. Logs go to stderr. The process is
-started with `python -m reflogp.service.worker`. The service and the worker exchange the following frames. The parentheses say
-what a frame's body contains; a unit is a unit of work of a job:
+Four threads run as long as the process: the main thread owns the engines and alternates between online requests and a job, the
+second thread reads frames, the third runs jobs or helps with jobs of other workers, and the fourth commits the values of online
+requests. Each job starts further threads. Logs go to stderr. The process is started with `python -m reflogp.service.worker`.
 
-    service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
-    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
-                        answer, helped
+The service and its workers exchange the following frames. The owner of a job is the worker that runs the job. A helper is a
+worker that helps with another worker's job. Parentheses state what the body of a frame contains. A unit is a part of a job's
+sequences, which the owner sends to a helper through the service.
+
+    service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit
+    service -> owner    helper, answer, gone
+    service -> helper   ask (+ unit)
+    worker -> service   ready, loaded, round, scored (+ outcomes), pong, dying
+    owner -> service    pass, progress, job, ask (+ unit)
+    helper -> service   helping, answer, helped
 """
 
 from __future__ import annotations
@@ -54,9 +60,10 @@ from reflogp.store.texts import counted, shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
-#: When the worker shuts down, its job has this many seconds to commit values. The rest of the shutdown may take equally long;
-#: then the process exits.
+#: When the worker shuts down, its job has this many seconds to commit values, and the rest of the shutdown has the same time. A
+#: process that is still running after that exits with status 1.
 _LAST_SECONDS = 20.0
+#: Maximum number of tokenizers kept in memory.
 _TOKENIZERS = 4
 
 
@@ -158,7 +165,10 @@ class Worker:
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """After a forward pass has failed, wait until the job has committed the values computed before the failure."""
+        """After a forward pass has failed, wait until the job has committed the values computed before the failure.
+
+        Wait for at most _LAST_SECONDS.
+        """
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -383,7 +393,7 @@ def _unexpected(ordered: _Ordered, error: Exception) -> str:
     """Log an unexpected error (a bug in reflogp or in a library) with its traceback, and return its type and message."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened_without_secrets(f"{type(error).__name__}: {error}")
-    logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
+    logger.error("unexpected error in job %s: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
     return text
 
 
@@ -399,7 +409,7 @@ def main() -> None:
     # undo an ignored SIGCHLD inherited from the parent process; otherwise the exit status of child processes would be lost
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # send output that libraries print to stderr, so that it does not mix with the frames on stdout
+    os.dup2(2, 1)  # redirect stdout to stderr: what libraries print must not mix with the frames
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,10 +1,10 @@
 """Load and unload the engines of a worker, and share them between online requests and a job.
 
-Online requests are served first. Requests that together fit into the engine's token budget are computed together, in one round.
-After each round, the loop runs one forward pass of the job, if the job has work, so that neither the job nor the requests wait
-long. A request waits for at most two passes of the job if its engine is loaded and no other requests are queued. While online
-requests keep arriving, the job's passes are kept short. The thread that calls `preload` and `run` owns the engines; all other
-public methods of EngineLoop may be called from any thread.
+Online requests are served first. Requests with the same reference and temperature are computed together, in one round, if they
+fit into the engine's token budget. After each round, the loop runs one forward pass of the job, if the job has work, so that
+neither the job nor the requests wait long. A request waits for at most two passes of the job if its engine is loaded and no
+other requests are queued. While online requests keep arriving, the job's passes are kept short. The thread that calls `preload`
+and `run` owns the engines. All other public methods of EngineLoop may be called from any other thread.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.store import ReflogpError
 
-#: Maximum number of computed passes whose results the job's thread has not read yet.
+#: Maximum number of computed passes whose results the job has not read yet.
 _AHEAD = 64
-#: An engine is unloaded in favour of another reference only after it has been loaded for _RESIDENT_SECONDS or unused for
-#: _IDLE_SECONDS.
+#: If the maximum number of engines is loaded, an engine is unloaded to make room for another only after it has been loaded for
+#: _RESIDENT_SECONDS or unused for _IDLE_SECONDS. If loading an engine runs out of memory, other engines are unloaded at once.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
-#: A request waits for other requests to join its round only if two requests have overlapped within this many seconds. With a
-#: single caller, waiting would gain nothing.
+#: A request waits for other requests to join its round only if two requests overlapped at most this many seconds ago. Requests
+#: overlap if one arrives while another is waiting or being computed. With a single caller, waiting would gain nothing.
 _OVERLAP_SECONDS = 1.0
 
 #: For _ONLINE_SECONDS after the last request, each pass of a job takes at most about _PASS_SECONDS of device time. A request
 #: then waits for the pass in progress and for the next pass, which is already queued on the device.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
-#: Seconds between checks of whether a model may be unloaded to make room for another, or whether a job's thread has caught up.
+#: Seconds between checks of whether a model may be unloaded to make room for another, or whether the job has read results of
+#: computed passes (see _AHEAD).
 _LOOK_AGAIN_SECONDS = 0.02
 #: Seconds between checks for newly read sequences of a job, once the engine has computed all sequences read so far.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
+#: The results of one forward pass: (index of a sequence, outcome of the sequence). Empty if there was nothing to compute yet.
 Landed = list[tuple[int, Outcome]]
 
 
@@ -65,6 +67,7 @@ class OnlineRequest:
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
         outcomes: the outcome of each sequence, or None where it is not known yet. The list is empty until the request's round
             begins.
+        left: number of sequences whose outcomes are not known yet; set when the request's round begins.
     """
 
     id: str
@@ -95,7 +98,17 @@ class Answer:
 
 @dataclass
 class _Work:
-    """The forward passes of a job, with the number of floating-point operations in each pass."""
+    """The sequences that a job passes to the engine loop, and the state of their computation.
+
+    Attributes:
+        groups, before: see EngineLoop.flow.
+        out: queue of results for the job. An entry contains the results of a forward pass and the number of floating-point
+            operations in the pass, or is an error, or is None after the last pass.
+        is_starved: True if the engine last found no new sequences in `groups`.
+        idle_until: value of time.monotonic() before which `groups` is not checked for new sequences.
+        passes: the generator returned by `begin`, or None if the computation has not begun.
+        abandoned: True if the job no longer reads `out`.
+    """
 
     reference_id: str
     groups: Iterable[list[Sequence]]
@@ -231,7 +244,7 @@ class EngineLoop:
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
         window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
-            overlapped recently, that is, if one arrived while another was still waiting or being computed.
+            overlapped recently (see _OVERLAP_SECONDS).
     """
 
     def __init__(
@@ -284,16 +297,18 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield each forward pass's outcomes, with the number of floating-point operations in the pass.
+        """Yield the outcomes of each forward pass, with the number of floating-point operations in the pass.
 
-        Call this method from the job's thread. The job's passes alternate with online requests.
+        Each outcome comes with the index of its sequence among all sequences in `groups`. The passes are computed in the thread
+        that owns the engine, and alternate with online requests. Call this method in another thread.
 
         Args:
-            groups: groups of sequences. The iterable must not block, because the thread that owns the engine reads it. When no
-                sequences are available yet, the iterable must yield an empty group.
+            groups: groups of sequences. The iterable must not block, because online requests would then have to wait. When no
+                sequences are available yet, the iterable must yield an empty group. The engine may read the iterable in a
+                background thread.
             before: called before each pass, in the thread that owns the engine, with the indices of the pass's sequences among
                 all sequences in `groups`.
-            check: called repeatedly in the job's thread while it waits for outcomes; raises an error to stop the job.
+            check: called repeatedly in the calling thread while it waits for outcomes; raises an error to stop the job.
 
         Raises:
             ModelUnloadedError: the model was unloaded to make room for another model. The job can start again later.
@@ -354,8 +369,8 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        If a forward pass fails, the device may be unusable. DeviceLostError is then raised in the job's thread, so that the job
-        can commit the values computed so far, and this method raises EngineError.
+        If a forward pass fails, the device may be unusable. This method then raises EngineError, and `flow` raises
+        DeviceLostError, so that the job can commit the values computed so far.
         """
         try:
             self._take_turns()
@@ -412,7 +427,7 @@ class EngineLoop:
         """Return the job's work if the loop should run one of the job's passes now, otherwise None.
 
         The loop should run no pass while the job waits for new sequences to be read, while the results of _AHEAD passes are
-        waiting for the job's thread, or while the pass would displace a model that was both loaded and used recently.
+        waiting to be read by the job, or while the pass would displace a model that was both loaded and used recently.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

@@ -90,7 +90,14 @@ class Helpers:
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
     def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """Ask a helper to call a method of its UnitScorer, and return a Future of the result."""
+        """Ask a helper to call a method of its UnitScorer, and return a Future of the result.
+
+        If the helper leaves the job before it has answered, the Future raises WorkerGoneError.
+
+        Args:
+            method: "score" or "peak".
+            content, again: arguments of `UnitScorer.score`. They are ignored if `method` is "peak".
+        """
         answer: Future[Any] = Future()
         worker = helper.number
         with self._lock:
@@ -161,7 +168,7 @@ def _decoded(value: Any) -> Any:
 
 _LOOK_SECONDS = 0.1
 
-#: (A frame from the job's worker, the content of the unit of work in the frame).
+#: A request from the job's worker: (the message of the frame, the unit of work as bytes; empty if the method is "peak").
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -174,7 +181,7 @@ def help_with(
     check: Callable[[], None],
     vision: VisionCache,
 ) -> None:
-    """Help with a job until an error is raised, for example by `check`.
+    """Help with a job until an error is raised, for example by `check`. The function never returns normally.
 
     Values computed before the error are committed. The job's worker reassigns the remaining units of work.
 
@@ -185,7 +192,7 @@ def help_with(
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: cache of the model's image processors.
 
-    Errors raised by `check`, by the engine and by the store are passed on to the caller.
+    Raises the error of `check`, or the first error of the engine, of the store or of a unit of work.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)

@@ -1,7 +1,8 @@
 """Run one job in a worker: score the dataset's sequences that have no stored values, then write the result and the report.
 
 A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress, can be stopped, and shares
-the engine with online requests. All code in this module runs in the worker's job thread.
+the engine with online requests. `run_job` is called in the worker's job thread. Other threads read the dataset, compute values
+and commit them.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _TEXTS, _ANOTHER = 10_000, "the row cannot be used"
 
 
 class JobStoppedError(Exception):
-    """The job must stop on this worker.
+    """This worker must stop running a job, or stop helping with it.
 
-    Possible reasons: the job was cancelled, a higher-priority job needs the worker, or the worker is shutting down.
+    The error's text is the reason: "cancelled", "interrupted" (a job with higher priority needs the worker), "dismissed" (the
+    service no longer needs this helper) or "end" (the worker is shutting down).
     """
 
 
@@ -110,7 +112,7 @@ class JobCallbacks:
 
 
 class Progress(ProgressCallbacks):
-    """Progress of a running job. Reported at most four times per second, and also after each commit and at the end.
+    """Tracks a running job's progress. Reports it at most four times per second, and also after each commit and at the end.
 
     Attributes:
         problems: row number -> reason why the row has no values.
@@ -127,7 +129,7 @@ class Progress(ProgressCallbacks):
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # time when the first window was read
+        self._scoring_since: float | None = None  # time of the last `read` before the first values
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -221,11 +223,12 @@ def run_job(
     an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
 
     Args:
-        helpers: other workers that score parts of the dataset.
+        helpers: source of the other workers that help with the job.
 
     Raises:
         JobStoppedError, ModelUnloadedError: the job must stop now. The job continues later unless it was cancelled.
-        ReflogpError: the job failed.
+        DeviceLostError: a forward pass failed. The job continues on another worker, or after this worker restarts.
+        ReflogpError, OSError: the job failed.
     """
     with run_span(
         "reflogp job",

@@ -1,7 +1,7 @@
-"""The engine of a job: it takes turns with online requests, and finds sequences that crash workers.
+"""Run a job's forward passes in turn with online requests, and isolate the sequences that crash workers.
 
-The engine announces the keys of the sequences that are being computed on the device, so that the service knows which sequences
-a worker was processing when it died.
+JobEngine announces the keys of the sequences that are being computed on the device. If a worker dies, the service therefore
+knows which sequences the worker was computing.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ class _Coming(Iterator[list[_Numbered]]):
 
     Iteration stops at a group that contains suspects. After a call to `take_suspects`, iteration continues with the rest of
     that group.
+
+    Attributes:
+        is_end: True if there are no further groups; False if iteration has only stopped at a group that contains suspects.
     """
 
     def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:
@@ -182,7 +185,11 @@ def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _keys(sequences: list[Sequence]) -> list[str]:
-    """Return the keys (hex) of sequences that have already been truncated to max_length."""
+    """Return the keys (hex) of sequences as they are scored, that is, after truncation to max_length.
+
+    If keep_start truncated a sequence, its key in the store is different, because that key is computed from the whole
+    completion.
+    """
     prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
     completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
     return [key.hex() for key in sequence_keys(prompts, completions).to_pylist()]

@@ -19,6 +19,10 @@ class ModelConfig:
     """Location, dtypes and engine of a reference's model.
 
     Attributes:
+        model: folder of the model or of a PEFT adapter, or a hub id.
+        dtype: a dtype that `describe_reference` accepts.
+        lm_head_dtype: dtype of the logits, or None for `dtype`.
+        revision: revision of a hub model, or None for the main branch.
         engine: fields of EngineChoice, except device and token_budget, which the worker sets.
     """
 
@@ -50,7 +54,8 @@ class WorkerConfiguration:
         tokens: folder of the token-id cache.
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
-        window_seconds: time in seconds that an online request waits for other requests, so that they can be computed together.
+        window_seconds: maximum time in seconds that an online request waits for other requests to be computed with it; see
+            EngineLoop.
         row_bytes, dataset_bytes, group_bytes: limits on reading datasets; see ReadBounds.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
     """
@@ -96,6 +101,8 @@ class JobOrder:
         digest: digest of the dataset's content.
         root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
             may be able to write to a root folder, but not to the service's own folder.
+        format: format of the rows, or None to detect it.
+        max_length, truncation_mode, ld_alpha: see TrainerSettings.
         result, report: paths of the job's result and report, which the worker writes.
         suspects, poison: see the arguments of JobEngine.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.

@@ -58,7 +58,7 @@ class _Candidate:
 
 
 class _Means:
-    """The margins and per-token mean log-probs of all rows read so far, and the strongest outliers of each kind."""
+    """The margins and per-token mean log-probs of the rows added so far, and the strongest outliers of each kind."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -136,7 +136,7 @@ class _Means:
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode token ids to text, truncated to _TEXT characters.
+    """Decode token ids to text: at most _TEXT // 2 text tokens, and at most _TEXT characters.
 
     Each run of consecutive image token ids is replaced with one short placeholder.
     """
@@ -159,14 +159,20 @@ def write_result(
 ) -> None:
     """Write a job's result and report. Each file appears under its final name only when it is complete.
 
-    The result has one row for each row of the dataset, in dataset order, or two rows for each preference pair if the job's
-    format is kto. Its columns are `row` (int64); for each completion, a key (16-byte binary), the sum of reference log-probs
-    (float32) and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The
-    file's metadata has the same keys as in files written by `reflogp join`: `reflogp` contains the reference, the snapshot and
-    the job's settings, and `reflogp.coverage` contains the number of rows that have values.
+    The result has one row for each row of the dataset, in dataset order. If the job's format is kto, each tokenized
+    preference pair has two rows with the same row number. The result's columns are:
+
+    - `row`: row number in the dataset, starting at 0, int64.
+    - For each completion: the key (16-byte binary), the sum of its log-probs (float32, nats) and the number of log-probs in
+      this sum (int64).
+    - `error`: reason why the row has no values, string; null if it has values.
+
+    The file's metadata has two entries, as in files written by `reflogp join`. `reflogp` contains the reference, the snapshot
+    and the job's settings. `reflogp.coverage` contains the number of rows, the number of rows with values, and the coverage:
+    the share of rows with values among all rows that are not dropped.
 
     Args:
-        problems: row number -> reason why the row could not be scored.
+        problems: row number -> reason why the row has no values.
         check: called for each group of rows; raises an error to stop the job.
     """
     means, dropped, named = _Means(), 0, []
@@ -209,9 +215,10 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of rows that has completions, and the problems of unreadable rows as a dict from row number to problem.
+    """Yield each group of tokenized rows, with the problems of rows that are not in the group (row number -> problem).
 
-    The problems of a group without completions are yielded with the next group that has completions.
+    Groups before the dataset's first readable row have no completion columns. They are not yielded; their problems are yielded
+    with the first group that has these columns.
     """
     unread: dict[int, str] = {}
     for window in dataset:

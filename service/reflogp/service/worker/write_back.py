@@ -1,6 +1,6 @@
 """Commit values of online requests to the store in the background, so that no response waits for a commit.
 
-If the worker is killed before the commit, the values are lost. This loss is acceptable because the store is a cache.
+If the worker is killed before the commit, the values are lost. They are computed again when they are next requested.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from reflogp.store.texts import counted
 
 logger = logging.getLogger(__name__)
 
-#: Values are committed after _SECONDS, or once values for _SEQUENCES sequences are waiting. The delay lets more values be
-#: committed together.
+#: Before a commit, the thread waits up to _SECONDS for more values, so that they are committed together. It does not wait if
+#: the values of _SEQUENCES sequences of one reference are already queued.
 _SECONDS, _SEQUENCES = 2.0, 4096
-#: Maximum number of tokens whose values may be waiting to be committed, at 12 bytes per token. If values arrive faster than
-#: they are committed, the newest values are dropped.
+#: Maximum number of tokens whose values may be waiting or being committed. A waiting token takes at most 8 bytes: 4 for its id
+#: and, in a completion, 4 for its log-prob. If values arrive faster than they are committed, the newest values are dropped.
 _MOST_TOKENS = 8 << 20
 
 
@@ -61,8 +61,8 @@ class WriteBack:
     ) -> None:
         """Queue values for the next commit. The values must have been computed at temperature 1.
 
-        If other values are still waiting, and these values would bring the total above _MOST_TOKENS tokens, log a warning and
-        drop these values.
+        If earlier values are still waiting or being committed, and the new values would bring the total above _MOST_TOKENS
+        tokens, log a warning and drop the new values.
         """
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)

@@ -52,25 +52,27 @@ class ReferenceAudit(TrainerCallback):
     - `forwards` stops the run if the trainer keeps a reference model, or if a language model other than the policy and the
       reward functions runs in a training step. The policy is expected to run one forward pass per micro-batch, or two if the
       batch has sequences for KTO's KL term. Additional passes of the policy stop the run if they run without gradients;
-      otherwise, they are only reported.
+      otherwise, they are only reported. In trainers that generate text, the policy's passes are not checked.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the joined
       log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
-      but does not stop the run.
+      but does not stop the run. The check is skipped if the policy does not start from the reference's weights, or if the
+      policy's weights have changed since the trainer was created.
 
     - `metrics` stops the run if the logged rewards and log-probs imply a mean reference log-prob that is not the mean of the
-      joined columns. Logged metrics that are not means over all processes, and policy log-probs that become NaN or infinite,
-      are reported but do not stop the run.
+      joined columns. This comparison is made only for DPO with a single loss. Logged metrics that are not means over all
+      processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
-      does not take exactly one step. It also reports logs, evaluations and saves that are missing although the settings require
-      them. Additional logs, evaluations and saves are allowed.
+    - `schedule` reports a step if global_step does not increase by exactly one, if the optimizer does not take exactly one
+      step, or if the step uses more micro-batches than gradient_accumulation_steps. The check also reports logs, evaluations
+      and saves that are missing although the settings require them. Additional logs, evaluations and saves are allowed.
 
-    - `spot_check` scores some random rows again, and stops the run if the results differ from the joined values. The rows are
-      scored by a service, by the policy before training, or by the policy with its adapter off.
+    - `spot_check` scores some random rows again when training begins, and stops the run if the results differ from the joined
+      values by more than rounding errors can explain. The rows are scored by a service, by the policy with its adapter off, or
+      by a policy that still has the reference's weights.
 
-    The checks `columns` and `spot_check` do not run for trainers that look up or request reference values during training (such
-    as RemoteRLOOTrainer and the trainers for other frameworks).
+    The checks `columns` and `spot_check` do not run for trainers that do not read reference columns: the online trainers (such
+    as RemoteRLOOTrainer) and the trainers for LLaMA-Factory and ms-swift.
 
     The audit writes its results to `output_dir/reflogp_audit.json`. For each dataset, the file also names the store, reference
     and snapshot that the joined values came from, and gives the fraction of the rows that have values.
@@ -142,8 +144,9 @@ class ReferenceAudit(TrainerCallback):
             raise UsageError("this audit is already attached to a trainer; create a separate ReferenceAudit for each trainer")
         self._trainer = trainer
         if self.checks & {"step_zero", "spot_check"}:
-            # Record the weights before adding this callback, because its on_train_begin needs them. Values from a service are
-            # compared with the policy including its adapters.
+            # Record the weights before adding this callback: `weights_of` adds a callback whose on_train_begin must run before
+            # this callback's. For a trainer without reference columns, the policy is compared with its adapters on, so changes
+            # of the adapters count too.
             weights_of(trainer, with_adapters=self._given is not None)
         trainer.add_callback(self)
         step = trainer.training_step
@@ -185,9 +188,7 @@ class ReferenceAudit(TrainerCallback):
             self._at_reference = not self._not_at_reference
         if self._given is not None:
             for check in self.checks & {"columns", "spot_check"}:
-                self._not_run[check] = (
-                    "reference values are looked up or requested during training, so no dataset has reference columns"
-                )
+                self._not_run[check] = "this trainer's reference values do not come from columns of its datasets"
         elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
@@ -327,7 +328,7 @@ class ReferenceAudit(TrainerCallback):
         with self._forwards.paused() if self._forwards is not None else nullcontext():
             found = gather(on_all_ranks("comparing the policy's log-probs of the first batch with the reference's", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
-            self._not_run["step_zero"] = "no completion token in the first batches counts towards the loss"
+            self._not_run["step_zero"] = "no completion token in any process's first batch counts towards the loss"
             return
         self._not_run.pop("step_zero", None)
         self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 class ForwardCount:
-    """Counts of forward passes since the last call to `begin`.
+    """Counts of the forward passes between the last calls to `begin` and `end`.
 
     Args:
         policy: the model being trained.
@@ -86,7 +86,7 @@ class ForwardCount:
 
 
 def _is_language_model(entry: Any) -> bool:
-    """Return True if an object is a language model.
+    """Return True if an object counts as a language model: a transformers model with at least one parameter.
 
     This function uses issubclass instead of isinstance. isinstance reads `__class__`, and a proxy or lazy object may then load
     the module that it stands for.

@@ -22,6 +22,7 @@ from reflogp.trainer.ranks import gather
 
 #: Metrics that may differ between processes: times, rates, memory and operation counts, including ms-swift's names for them.
 _OWN = ("runtime", "per_second", "memory", "flos", "step_time", "train_speed")
+#: Largest result of `apart` for two metrics that count as equal.
 _ROUNDING = 1e-4
 
 
@@ -44,7 +45,7 @@ class GlobalMeans:
 
     Attributes:
         compared: number of logs whose metrics were compared.
-        worst: largest relative difference between a metric on one process and its mean over all processes.
+        worst: largest relative difference between a metric on this process and its mean over all processes.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,12 @@ class GlobalMeans:
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """Return the problems in a log of training metrics; all processes must call this method together."""
+        """Return the problems in a log of training metrics. All processes must call this method together.
+
+        Args:
+            logs: the logged metrics of this process, by name.
+            beta: the trainer's beta. If None or 0, the means of the joined columns are not checked.
+        """
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
         found = Disagreements()
@@ -121,7 +127,10 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def apart(left: float, right: float) -> float:
-    """Return the relative difference between two metrics: 0 if both are NaN, infinite if only one of them is NaN."""
+    """Return |left - right| / max(1, |right|) for two metrics.
+
+    The result is 0 if both metrics are NaN, and infinite if only one is NaN or if either is infinite.
+    """
     if math.isnan(left) and math.isnan(right):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))
@@ -146,7 +155,8 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
 
 def begin_report(output_dir: str, process: int) -> None:
     """Write a report with the verdict "unfinished" when a run begins, so that the report of an earlier run in the same folder
-    is not mistaken for the new run's.
+    is not mistaken for the new run's. Keep the earlier report's `step_zero` result, because a resumed run may not repeat this
+    check.
 
     Args:
         output_dir: the run's output folder.
@@ -165,7 +175,7 @@ def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> st
 
 
 def read_report(output_dir: str) -> dict[str, Any]:
-    """Return the report in the run's output folder, or an empty dict if there is none."""
+    """Return the report in the run's output folder, or an empty dict if there is none or if it cannot be read."""
     try:
         found = json.loads((Path(output_dir) / AUDIT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

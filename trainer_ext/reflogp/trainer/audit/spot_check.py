@@ -28,8 +28,9 @@ class SpotCheck:
     Attributes:
         by: what scored the rows ("service" or "policy"), or the reason why the rows could not be scored again.
         rows: indices of the checked rows in the training dataset.
-        seen: results of `step_zero.differences` between the new and the joined sums of log-probs: one result for each batch
-            that this process scored with the policy or, if a service scored the rows, for each completion column.
+        seen: results of `step_zero.differences`, which compares the new sums of log-probs with the joined sums. If the policy
+            scored the rows, there is one result for each batch. If a service scored the rows, the main process has one result
+            for each completion column, and the other processes have none.
     """
 
     by: str
@@ -72,8 +73,8 @@ def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors of shape (n,) for the n completions in a collated batch: the sums of the policy's log-probs, the
-    joined sums, and the numbers of completion tokens."""
+    """Return three tensors of shape (n,) for the n completions in a collated batch: the sums of the policy's log-probs
+    (computed with any adapter turned off), the joined sums, and the numbers of completion tokens."""
     found = reference_logps(trainer, model, batch)
     names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
     policy = torch.cat(list(found.values()))

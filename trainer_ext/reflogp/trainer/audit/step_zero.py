@@ -33,6 +33,8 @@ _UNTRUE_DTYPE = " the stored values were computed in another dtype, although the
 class StepZero:
     """The result of comparing a policy's log-probs with the joined reference log-probs.
 
+    In a spot check by a service, the log-probs that the service has just computed take the place of the policy's.
+
     Attributes:
         sequences: number of sequences compared, over all processes.
         max_difference: largest |policy - reference| of a sequence's summed log-probs, in nats.
@@ -116,7 +118,7 @@ def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Ten
 
     The numbers are the count of compared sequences, the largest |difference|, the largest |difference| / sqrt(tokens), the sum
     of the differences, and the count of skipped sequences. A sequence is skipped if the policy's sum is NaN or infinite, but
-    the reference's is finite.
+    the reference's is finite. If the reference's sum of any sequence is NaN or infinite, the second to fourth numbers are NaN.
 
     Args:
         policy: sums of the policy's log-probs, shape (n,).

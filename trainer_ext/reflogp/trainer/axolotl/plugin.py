@@ -21,8 +21,8 @@ from reflogp.trainer.batches.options import warn_if_untested
 
 _TESTED = "0.19.0"
 _TRAINERS = {"dpo": trainers.StoredDPOTrainer, "ipo": trainers.StoredDPOTrainer, "kto": trainers.StoredKTOTrainer}
-#: Settings that may make the reference differ from the model in `base_model`: a different config, different weights, or an
-#: adapter that changes the base weights.
+#: Settings that may make the reference differ from the model in `base_model`, because they may change the model's config
+#: or weights, or load a trained adapter.
 _UNCLEAR = (
     "lora_model_dir",
     "load_in_8bit",
@@ -64,6 +64,8 @@ class StoredReferencePlugin(BasePlugin):
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """Check the settings before axolotl loads datasets and models. Despite its name, this method loads no dataset.
+
+        If `preprocess` is True (the command `axolotl preprocess`), check nothing.
 
         Raises UsageError if a setting is not supported with stored values.
         """

@@ -39,11 +39,13 @@ class StoredReferenceSettings(BaseModel):
     policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start from the reference's weights")
     step_zero_tolerance: float | None = Field(
         None,
-        description="allowed difference between the policy's and the reference's log-probs of a completion in the first batch, "
-        "in nats/√tokens",
+        description="allowed difference between the policy's and the reference's sums of log-probs of a completion in the "
+        "first batch, in nats/√tokens; default: depends on the dtype, which must be the same for the policy and the reference",
     )
     on_finding: Literal["fail", "warn"] = Field(
-        "fail", description="what to do if reference values are wrong: stop the run (fail) or log a warning (warn)"
+        "fail",
+        description="what to do if the audit finds wrong reference values or an unexpected forward pass: stop the run (fail) "
+        "or log a warning (warn)",
     )
 
     @property

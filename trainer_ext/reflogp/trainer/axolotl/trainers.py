@@ -18,8 +18,8 @@ class StoredReferenceMixin(CachedReferenceMixin):
     """Mixin that reads the arguments of `CachedReferenceMixin` from axolotl's YAML file, because axolotl creates the trainer
     without these arguments.
 
-    Raises UsageError if axolotl has not loaded the plugin, or if the settings do not name the reference and axolotl has added
-    tokens to the model's vocabulary. Also raises the errors of `CachedReferenceMixin`.
+    Raises UsageError if axolotl has not loaded the plugin, or if the settings do not name the reference and axolotl has resized
+    the model's vocabulary. Also raises the errors of `CachedReferenceMixin`.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,8 +49,9 @@ def _base_model(cfg: Any) -> str:
 
 
 def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
-    """Raise UsageError if axolotl has added tokens to `base_model`'s vocabulary. axolotl initialises the embeddings of such
-    tokens at random, so the policy does not start from the reference's weights, which are those of `base_model`."""
+    """Raise UsageError if axolotl has resized the vocabulary of `base_model`, for example to add tokens. axolotl initialises
+    the embeddings of new tokens at random, so the policy does not start from the reference's weights, which are those of
+    `base_model`."""
     base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:

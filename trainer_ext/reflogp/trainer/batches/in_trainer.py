@@ -36,8 +36,9 @@ class StoredReference:
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model.
-        on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
+            tolerance depends on the dtypes and the type of model, and the policy and the reference must have the same dtype.
+        on_finding: "fail" stops the run if the audit finds wrong reference values or an unexpected forward pass; "warn" only
+            logs a warning.
     """
 
     source: ReferenceSource
@@ -71,8 +72,8 @@ class BatchReferenceMixin(_AnyTrainer):
             rows_of: function that converts one of the framework's datasets to a TokenDataset.
 
         Raises:
-            UsageError: a dataset is streamed, so it is impossible to look up all rows before training.
-            MissingLogpsError, UnusableLogpsError, RankFailedError: see BatchReference.
+            UsageError: a dataset is a stream, whose rows cannot all be looked up before training, or the source cannot be used.
+            MissingLogpsError, UnusableLogpsError, ReferenceLogpsError, RankFailedError: see BatchReference.
         """
         begin_report(self.args.output_dir, self.args.process_index)
         policy = self.accelerator.unwrap_model(self.model)
@@ -87,8 +88,10 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the `step_zero` check on the run's first batch. Subclasses call this method for every batch; once the check has
-        run, the method does nothing.
+        """Run the `step_zero` check on the run's first batch.
+
+        Subclasses call this method for every batch. It does nothing if the check has already run or does not apply, for example
+        because the policy does not start from the reference's weights.
 
         Args:
             policy: function that computes the policy's summed log-probs of each sequence in the batch, shape (n,), without

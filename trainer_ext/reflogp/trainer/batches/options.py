@@ -29,6 +29,7 @@ def read_options(
     """Separate the options that begin with --reflogp from the other arguments of a command.
 
     If the command has no such options, use the options of the command that started this process (see `give_to_processes`).
+    If an option is unknown or invalid, or --reflogp.store is missing, print a message and exit with status 2.
 
     Args:
         command: name of the command, for its help text.
@@ -84,15 +85,16 @@ def read_options(
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference between the policy's and the reference's log-probs of a completion in the first batch, in "
-        "nats/√tokens",
+        help="allowed difference between the policy's and the reference's sums of log-probs of a completion in the first "
+        "batch, in nats/√tokens; default: depends on the dtype, which must be the same for the policy and the reference",
     )
     add(
         "--reflogp.on_finding",
         dest="on_finding",
         choices=("fail", "warn"),
         default="fail",
-        help="what to do if reference values are wrong: stop the run (fail, the default) or log a warning (warn)",
+        help="what to do if the audit finds wrong reference values or an unexpected forward pass: stop the run (fail, the "
+        "default) or log a warning (warn)",
     )
     given = [word for word in words if word.startswith("--reflogp.")]
     if not given and _FOR_PROCESSES in os.environ:
@@ -157,10 +159,11 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
     Args:
         options: see `read_options`.
-        model: the model that the framework would load as its reference, or None if the options name the reference.
+        model: the model that the framework would load as its reference. It is ignored if the options name the reference, and
+            may then be None.
         dtype: dtype of the reference if the options do not set one.
 
-    Raises UsageError if options contradict each other.
+    Raises UsageError if options contradict each other, or if --reflogp.store is a file.
     """
     is_named = options.model is None and names_reference(options)
     source = ReferenceSource(
@@ -177,8 +180,11 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
 
 def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
-    """Return a run's settings for stored values. If the options set no dtype, the dtype is chosen when the run starts: if
-    the store or service has the model's values in only one dtype, that dtype; otherwise the policy's dtype.
+    """Return a run's settings for stored values.
+
+    If the reference is given as a model (not by its id or its name in a service) and the options set no dtype, the dtype is
+    chosen when the run starts: if the store or service has the model's values in only one dtype, that dtype; otherwise the
+    policy's dtype.
 
     Args:
         options, model: see `source_of`.

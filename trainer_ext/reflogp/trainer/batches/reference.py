@@ -1,7 +1,7 @@
 """Supply a framework's padded batches with stored reference log-probs, through an object that replaces the reference model.
 
-The values of all rows are looked up before training, once per node. If the settings request it, sequences without values are
-scored before the run continues.
+The values of all rows are looked up before training, once per node. Sequences without values stop the run, unless the settings
+(on_miss="score" or run_command) request that these sequences are scored first.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class BatchReference(ReferenceDuringTraining):
     """An object that supplies the reference log-probs of padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. During training, the
-    tokens of each row in a batch identify the row's values, so shuffling, packing and evaluation need no special handling.
+    tokens of each row in a batch identify the row's values, so shuffling and evaluation need no special handling. Each row of a
+    batch must be exactly one sequence of a dataset, with padding. Rows that combine several sequences are not supported.
 
     Args:
         source: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums over whole
             completions.
         datasets: every tokenized dataset that the trainer will use, by name: {"train": …, "eval": …}.
-        output_dir: folder in which to write the sequences of rows without values, as reflogp-missing.parquet.
+        output_dir: folder in which to write sequences without values, as reflogp-missing.parquet.
         run_command: whether to score sequences that the store lacks, by running `reflogp score` on this machine in a separate
             process.
 
@@ -65,6 +66,7 @@ class BatchReference(ReferenceDuringTraining):
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: the source cannot be used.
+        ReferenceLogpsError: `run_command` is True, but the scoring command failed.
         RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
@@ -98,7 +100,7 @@ class BatchReference(ReferenceDuringTraining):
         return short_repr("BatchReference", f"reference {where.reference_id} in {where.reference_dtype}, {at}", named)
 
     def token_logps(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the log-probs of a batch's completions.
+        """Return the stored log-probs of a batch's completions.
 
         Args:
             input_ids: token ids, padded on either side, shape (B, L).
@@ -145,7 +147,8 @@ class BatchReference(ReferenceDuringTraining):
                 "padding has labels other than -100, so the loss would need log-probs of padding, which no store has; label "
                 "padding with -100"
             )
-        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # after left padding, the first token has an entry
+        # A row's first token has no log-prob. In a left-padded row, it is not in column 0, so the mask must exclude it.
+        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)
         values = self.token_logps(input_ids, attention_mask).double()
         return (values * counts).sum(1).float(), counts.sum(1)
 
@@ -170,7 +173,13 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of looking up all sequences. Only the run's first process looks them up; all processes receive the result."""
+    """The result of looking up all sequences. Only the run's first process looks them up; all processes receive the result.
+
+    Attributes:
+        where: the source, reference and snapshot of the values.
+        scored: for each dataset, by name, the number of rows that were scored because they had no values. Datasets in which
+            every row already had values are omitted.
+    """
 
     where: Where
     scored: dict[str, int]
@@ -199,6 +208,7 @@ def look_up_rows(
     Raises:
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
+        ReferenceLogpsError: `run_command` is True, but the scoring command failed.
         RankFailedError: another process raised one of these errors.
     """
     rank = Rank.here()

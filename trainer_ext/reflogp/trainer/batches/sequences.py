@@ -1,7 +1,7 @@
 """Collect the token sequences of a framework's datasets, exactly as the framework created them.
 
-The reference log-probs of the sequences are in an Arrow file that all processes on a node share. The key for looking up a
-sequence's log-probs is a hash of the sequence's tokens.
+This module also writes and reads the Arrow file with the sequences' reference log-probs, which all processes on a node share.
+In this file, the key of a sequence is a hash of the sequence's tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TokenIds = npt.NDArray[np.uint32]
 
 #: Label of a token that the loss ignores. torch's cross_entropy and all frameworks built on transformers use this number.
 IGNORED = -100
-#: Personalisation string for blake2b, so that a row's key can never equal a key in a store.
+#: Personalisation string for blake2b, which keeps the keys of `row_key` distinct from the keys in a store.
 _ROW_PERSON = b"reflogp.row.v1"
 _ROWS_AT_ONCE = 1024
 
@@ -35,8 +35,8 @@ class TokenDataset(Protocol):
     """A framework's tokenized dataset, with exactly the tokens that the framework puts into its batches.
 
     Iterating over the dataset yields one list of sequences per row (two sequences for a preference pair). Each sequence is a
-    tuple (token_ids, completion_start): the token ids without padding, and the index of the completion's first token. Every row
-    has the same number of sequences.
+    tuple (token_ids, completion_start): the token ids without padding, and the index of the completion's first token (the
+    number of tokens if the completion is empty). Every row has the same number of sequences.
     """
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds,
     Args:
         token_ids: token ids without padding, shape (n,).
         labels: -100 for tokens that the loss ignores, shape (n,). The completion begins at the first token whose label is not
-            -100.
+            -100. If all labels are -100, the completion is empty and the index is n.
     """
     whole = np.asarray(token_ids).astype(np.uint32)
     used = np.flatnonzero(np.asarray(labels) != IGNORED)
@@ -117,8 +117,13 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """For each dataset, by name, return the indices of its rows that contain at least one sequence selected by `marked`,
-        a mask with one entry per row of `table`. Datasets without selected sequences are omitted."""
+        """Return the indices of the dataset rows that contain at least one selected sequence, for each dataset by name.
+
+        Datasets without such rows are omitted.
+
+        Args:
+            marked: mask of the selected sequences, bool of shape (n,), in the order of `table`.
+        """
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 

@@ -3,9 +3,9 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-This module runs LLaMA-Factory's own launcher, so it starts torchrun in the same cases as `llamafactory-cli`. It
-replaces the functions that create LLaMA-Factory's reference model and trainers. For other training stages, Ray and
-Megatron, UsageError is raised.
+This module runs LLaMA-Factory's own launcher, which starts torchrun in the same cases as with `llamafactory-cli`. The
+functions that create LLaMA-Factory's reference model and trainers are replaced. UsageError is raised if the settings select
+another training stage, Ray or Megatron.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Replacements:
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
                 raise UsageError(
-                    "a run that only evaluates uses the policy as its reference, not stored values: use llamafactory-cli"
+                    "in a run that only evaluates and does not set ref_model, LLaMA-Factory uses the policy as the "
+                    "reference, so no stored values are needed: start this run with llamafactory-cli"
                 )
             if self._stored is None:
                 loss = getattr(kwargs.get("finetuning_args"), "pref_loss", None)
@@ -108,7 +109,7 @@ class Replacements:
 
 def main() -> None:
     """Read reflogp's options from the command line, and run LLaMA-Factory's launcher with the other arguments."""
-    options, others, parser = read_options(_MODULE, sys.argv[1:], model="ref_model, or else model_name_or_path")
+    options, others, parser = read_options(_MODULE, sys.argv[1:], model="ref_model if set, otherwise model_name_or_path")
     if {"-h", "--help"} & set(others):
         parser.print_help()
         print("\nOther arguments are those of llamafactory-cli: train FILE.yaml [NAME=VALUE …]")
@@ -128,7 +129,7 @@ def main() -> None:
             return
         if not _starts_torchrun():
             _replace(Replacements(options), patches)
-        # torchrun starts the launcher's file, so name this file instead
+        # The launcher passes its own __file__ to torchrun. With this file's name instead, the processes run this module.
         patches.enter_context(mock.patch.object(llamafactory.launcher, "__file__", __file__))
         llamafactory.launcher.launch()
 
@@ -152,7 +153,7 @@ def _replace(replacements: Replacements, patches: ExitStack) -> None:
             "_ray_training_function",
             _refusing("use_ray is not supported: Ray would start training processes without reflogp's changes; unset USE_RAY"),
         ),
-        (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported")),
+        (train.tuner, "is_mcore_adapter_available", _refusing("use_mca (Megatron) is not supported: unset USE_MCA")),
     ]
     for stage in _OTHER_STAGES:
         words = (

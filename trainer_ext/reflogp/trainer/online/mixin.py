@@ -31,9 +31,10 @@ _AnyTrainer: Any = object
 class RemoteReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
-    The trainer requests a batch's log-probs just before the policy's forward pass on that batch. It waits for the service's
-    response only at the point where TRL would run the reference model. List the mixin before the trainer among the base
-    classes. The constructor takes the arguments of TRL's trainer and these:
+    If TRL runs the policy on a batch before it needs the reference's log-probs, the trainer requests these log-probs just
+    before the policy's forward pass. It waits for the service's response only at the point where TRL would run the reference
+    model. List the mixin before the trainer among the base classes. The constructor takes the arguments of TRL's trainer and
+    these:
 
     Args:
         reference: the service, and the name of one of its reference models.
@@ -47,8 +48,10 @@ class RemoteReferenceMixin(_AnyTrainer):
         audit: the audit of the run, None for a `ReferenceAudit` with default settings, or False for no audit.
 
     Raises:
-        UsageError: these arguments would make TRL ignore the reference; or the service's reference model is not the model that
-            `reference` specifies, or computes in a different dtype than the policy.
+        UsageError: `reference` is missing, is not a service, or specifies a different model than the service has under the same
+            name; or an argument does not work with a reference model in a service (such as `ref_model`, or beta=0 in the
+            config). Also raised if the service and the policy compute in different dtypes and `step_zero_tolerance` is None,
+            and, during training, if a batch contains images.
         ReferenceNotFoundError: the service does not have the reference.
         ServiceError: the service is unreachable, or does not respond in time during training.
         ReferenceChangedError: the service's reference model is no longer the model that the run started with.

@@ -21,8 +21,8 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
     """TRL's Online DPO trainer without a local reference model. The constructor takes the arguments of `RemoteReferenceMixin`
     and of TRL's trainer.
 
-    Some of TRL's metrics (objective/kl, non_score_reward and rlhf_reward) also include log-probs of the padding after a
-    completion, so these log-probs are requested too. The loss and the metrics rewards/* do not include them.
+    Some of TRL's metrics (objective/kl, objective/non_score_reward and objective/rlhf_reward) also include log-probs of the
+    padding after a completion, so these log-probs are requested too. The loss and the metrics rewards/* do not include them.
 
     Examples:
         >>> from datasets import Dataset

@@ -27,10 +27,11 @@ from reflogp.trainer.ranks import Rank, gather
 logger = logging.getLogger(__name__)
 
 CHECKS = ("forwards", "metrics", "schedule", "step_zero")
-#: Metrics that OpenRLHF logs only for a step's last micro-batch, and metrics that it averages over all micro-batches of a step.
+#: Metrics that OpenRLHF logs only for a step's last micro-batch.
 _OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
+#: Metrics that OpenRLHF averages over all micro-batches of a step, each with the name of the averaged metric.
 _MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
-#: Allowed relative difference of a logged metric, to account for rounding to float32.
+#: Allowed relative difference between a logged metric and its mean over all processes, to account for rounding to float32.
 _ROUNDING = 1e-4
 
 
@@ -42,15 +43,16 @@ class RunAudit:
     problem is logged as a warning and written to the report.
 
     - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if another language
-      model runs while OpenRLHF gets the log-probs of the policy or of the reference.
+      model runs while OpenRLHF gets the log-probs of the policy or of the reference. If the policy runs
+      fewer forward passes than expected, the audit only reports this.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
       log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
       but does not stop the run.
 
     - `metrics` reports logged values that are not means over all processes. OpenRLHF takes `loss_mean` and `acc_mean` from the
-      first process only; the audit replaces them with means over all processes, and writes the largest difference
-      between the first process's value and the mean to the report.
+      first process only. The audit replaces them with means over all processes. For each of the two metrics, the report
+      contains the largest relative difference between the first process's value and the mean over all processes.
 
     - `schedule` reports each training step in which global_step does not increase by exactly one, or in which the optimizer
       does not take exactly one step. It also reports logs, evaluations and checkpoints that are missing although the settings
@@ -66,7 +68,8 @@ class RunAudit:
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
-        findings: the problems that each check found, by check name; checks without problems are not listed.
+        findings: the problems that each check found (at most 20 per check), by check name; checks without problems are not
+            listed.
     """
 
     def __init__(
@@ -111,7 +114,12 @@ class RunAudit:
 
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
-        """Check that the policy runs `expected` forward passes within the block, and that no other language model runs."""
+        """Check that the policy runs `expected` forward passes within the block, and that no other language model runs.
+
+        Args:
+            expected: the number of forward passes.
+            who: the model whose log-probs OpenRLHF gets within the block, for messages: "policy" or "reference".
+        """
         assert self._forwards is not None, "passes() was called outside fit()"
         self._forwards.begin()
         yield
@@ -129,9 +137,11 @@ class RunAudit:
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """Run the `step_zero` check.
+        """Run the `step_zero` check. If it fails, raise StepZeroError on all processes, unless on_finding is "warn".
 
-        The argument `seen` is the result of `step_zero.differences` for this process's first batch.
+        Args:
+            seen: what `differences` (in audit/step_zero.py) returned for this process's first batch.
+            policy: the policy model, without DeepSpeed's wrapper.
         """
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
@@ -159,7 +169,8 @@ class RunAudit:
         self._micro_batches.append(seen.float())
 
     def over_all_processes(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return a step's logs, with `loss_mean` and `acc_mean` replaced by means over all processes."""
+        """Run the `metrics` check on a step's logs. Return the logs with `loss_mean` and `acc_mean` replaced by means over all
+        processes."""
         mine = torch.stack(self._micro_batches).double().cpu()
         means = torch.tensor(gather(torch.stack([mine[-1], mine.mean(0)]).tolist()), dtype=torch.float64)
         last, step = means.mean(0)
@@ -241,8 +252,7 @@ class RunAudit:
     # Stop the run or warn because of findings, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
-        """Record problems that stop the run unless on_finding is "warn": the stored values are wrong, or an unexpected forward
-        pass ran."""
+        """Record problems that stop the run unless on_finding is "warn": wrong stored values, or unexpected forward passes."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 
@@ -252,8 +262,11 @@ class RunAudit:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Gather the problems that each process has recorded since the last call of this method. If any of them stops the run,
-        raise an error on all processes. Otherwise, log a warning if a check reports its first problem."""
+        """Gather the problems that all processes have recorded since the last call of this method, and add them to `findings`.
+
+        If one of these problems stops the run, raise `error` on all processes, or an AuditError if `error` is None. Otherwise,
+        log a warning with the problems of those checks that had no problems before.
+        """
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
@@ -275,7 +288,11 @@ class RunAudit:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the run was resumed, the report keeps the `step_zero` result from before the interruption."""
+        """Return the report. If the `step_zero` check has not run, as in a resumed run, the result in `earlier` is kept.
+
+        Args:
+            earlier: the report that is already in the output folder, if any.
+        """
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,

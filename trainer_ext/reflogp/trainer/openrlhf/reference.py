@@ -58,7 +58,7 @@ class CachedReference(BatchReference):
 
     Attributes:
         joins: a record of how and where each dataset's values were looked up, by dataset name.
-        model: always None, so that OpenRLHF's strategy finds no model to wrap.
+        model: always None, because there is no model for OpenRLHF to prepare.
     """
 
     model = None
@@ -93,6 +93,7 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, and an empty dict (without aux_loss) in place of a model's output.
+            the log-probs that `token_logps` returns, of shape (2B, L - 1), and an empty dict in place of a model's output (in
+            which OpenRLHF looks for aux_loss).
         """
         return self.token_logps(input_ids, attention_mask), {}

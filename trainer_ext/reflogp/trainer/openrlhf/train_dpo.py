@@ -31,9 +31,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class ReferenceSlot(NoReferenceModel):
-    """A placeholder that OpenRLHF keeps as its reference model until its trainer is created.
+    """A placeholder that OpenRLHF holds in place of a reference model until the trainer is created.
 
-    The placeholder has no model, tokenizer or engine that OpenRLHF would have to prepare.
+    `model` is None, because there is no model for OpenRLHF to prepare.
     """
 
     model = None

@@ -25,12 +25,13 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     Args:
         reference: where the reference log-probs are stored.
-        run_command: whether to score sequences that a local store lacks, by running `reflogp score` on this machine in a
-            separate process.
+        run_command: whether to score sequences that the store lacks, by running `reflogp score` on this machine in a separate
+            process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values before the first step.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes of policy and reference, and on the type of model (reflogp.trainer.tolerances).
+            tolerance depends on the dtypes of policy and reference, and on the type of model (see reflogp.trainer.tolerances).
+            In that case, the run is also stopped if the two dtypes differ.
         on_finding: "fail" stops the run if the stored values are wrong or an unexpected forward pass runs; "warn" only logs a
             warning.
 
@@ -70,7 +71,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         output_dir = Path(strategy.args.ckpt.output_dir)
         begin_report(str(output_dir), Rank.here().rank)
-        # Look up the values before the trainer opens a logger, so that a run without values leaves no entry in the log.
+        # Look up the values before the trainer starts wandb or TensorBoard, so that a run without values does not appear there.
         cached = CachedReference(reference, datasets, output_dir, run_command)
         super().__init__(
             model, cached, strategy, tokenizer, optim, train_dataloader, eval_dataloader, scheduler, *args, **kwargs
@@ -118,9 +119,10 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     def save_logs_and_checkpoints(
         self, args: Any, global_step: int, step_bar: Any, logs_dict: Any = None, client_states: Any = None
     ) -> None:
-        """Log and save as DPOTrainer does, but average the logged metrics over all processes.
+        """Log, evaluate and save as DPOTrainer does, but log `loss_mean` and `acc_mean` as means over all processes. Then run
+        the audit's checks at the end of the step.
 
-        DPOTrainer averages some of these metrics only over the batches of the first process.
+        DPOTrainer computes these two metrics only from the batches of the first process.
         """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)
@@ -134,13 +136,13 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         return policy
 
     def _saw_loss(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        if self.model.training:  # evaluate() turns training mode off and runs no step
+        if self.model.training:  # not in evaluate(), which turns training mode off
             self.audit.saw_loss(*output)
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Return what `step_zero.differences` returns for the policy's and the reference's sums of log-probs for one batch.
-        The policy runs without dropout."""
+        """Compute the sums of log-probs of one batch with the policy (without dropout) and the reference, and return their
+        `differences`."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

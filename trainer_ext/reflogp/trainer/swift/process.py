@@ -14,7 +14,7 @@ from unittest import mock
 
 from swift.cli.utils import try_use_single_device_mode
 
-try_use_single_device_mode()  # called before torch finds a device, as in `swift.cli.rlhf`
+try_use_single_device_mode()  # called before torch detects the GPUs, as in `swift.cli.rlhf`
 
 from swift.pipelines import rlhf_main  # noqa: E402
 from swift.pipelines.train.rlhf import SwiftRLHF  # noqa: E402
@@ -26,9 +26,9 @@ from reflogp.trainer.batches.options import names_reference, read_options, store
 from reflogp.trainer.swift.trainers import StoredDPOTrainer, StoredKTOTrainer  # noqa: E402
 
 _TRAINERS: dict[str, Callable[..., Any]] = {"dpo": StoredDPOTrainer, "kto": StoredKTOTrainer}
-#: Settings that stored values support only up to the given value (0 for settings that must be off).
+#: The highest value of each setting with which stored values can be used; 0 means that the setting must be off.
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
-#: Settings that make the reference something other than the model in a single folder.
+#: Settings with which the reference may differ from the model in the folder that ms-swift loads (see `unclear_reference`).
 _OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
 
 

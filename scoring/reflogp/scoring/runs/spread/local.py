@@ -26,8 +26,8 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 from reflogp.store.storage import split_table_uri
 
-#: Modules that the forkserver imports once. Workers are forked from it, so the replacement for a lost worker starts
-#: immediately.
+#: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost one need
+#: not import these modules again.
 _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
 
 
@@ -73,7 +73,7 @@ class LocalWorkers:
 
 
 class _LocalWorker:
-    """A ScoringWorker in its own process. Its Place becomes free when the process has exited."""
+    """A ScoringWorker in its own process. The method `end` frees the worker's Place."""
 
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
         self._place = place
@@ -112,7 +112,7 @@ class _LocalWorker:
         return self._ask("stop")
 
     def end(self) -> None:
-        """See Worker.end. Waits for the process to exit, so that its memory is free before the Place gets another worker."""
+        """Kill the process, wait until it has exited and its memory is free, and free the worker's Place; see Worker.end."""
         self._process.kill()
         self._process.join()
         self._free.append(self._place)
@@ -125,7 +125,7 @@ class _LocalWorker:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-            with contextlib.suppress(OSError):  # the reading thread notices this too, and sets the reason
+            with contextlib.suppress(OSError):  # if the process is gone, `_read` sets the future's error
                 self._pipe.send((number, method, arguments))
         return answer
 
@@ -165,7 +165,7 @@ def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> N
             raised = next(kind for kind in (UsageError, EngineError, ReflogpError) if isinstance(error, kind))(str(error))
         except BaseException as error:  # a library's error, whose class may not be picklable
             raised = ReflogpError(f"{type(error).__name__}: {error}")
-        with sending, contextlib.suppress(OSError):  # the run is gone
+        with sending, contextlib.suppress(OSError):  # the run's process has exited
             pipe.send((number, value, raised))
 
     with ThreadPoolExecutor(IN_FLIGHT + 2) as pool:

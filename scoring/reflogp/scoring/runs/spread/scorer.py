@@ -1,6 +1,7 @@
 """Score misses on several workers: send units to workers that have room, replace lost workers, and retry their units.
 
-All methods of ParallelScorer are called from the run's thread. Its `score` returns as soon as there is room for more misses.
+A unit is a group of misses (sequences that the store lacks) that a worker scores and commits together. All methods of
+ParallelScorer are called from the run's thread. Its `score` returns as soon as there is room for more misses.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
-#: Number of consecutive workers that may die before they are ready. After that, no further worker is started.
+#: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
-#: After this many failures in a row, with nothing scored in between, the model or the device is blamed, not the rows. _LOSSES
-#: counts ready workers whose engine raised an error (the device may be lost), and _KILLERS counts sequences that killed two
-#: workers each.
+#: Numbers of failures in a row, with nothing scored in between, after which the cause is assumed to be the model or the device,
+#: not the rows, and workers get no more units. _LOSSES limits the number of ready workers whose engine raised an error.
+#: _KILLERS limits the number of sequences that killed two workers each.
 _LOSSES, _KILLERS = 3, 3
-#: Number of seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
+#: Maximum number of seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
-#: Seconds to wait for the workers' peak rates.
+#: Maximum number of seconds to wait for the peak matrix-multiplication rates of the workers' devices.
 _PEAK_SECONDS = 60.0
 #: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
@@ -79,7 +80,11 @@ class Workers(Protocol):
         """Set the table to which the workers commit values. This method is called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
-        """Start more workers and return them; `have` is the number of workers that already exist."""
+        """Start workers if some are missing, and return the workers that are new since the last call.
+
+        The list may be empty. `have` is the number of workers that already exist. This method is called in each turn of the
+        run's loop.
+        """
 
     def look(self, is_any_placed: bool) -> None:
         """Raise EngineError if no worker can be started. This method is called in each turn of the run's loop.
@@ -116,7 +121,7 @@ class _Member:
 
 
 class ParallelScorer:
-    """A Scorer on several workers.
+    """A Scorer that distributes misses over several workers.
 
     Args:
         workers: source of the workers.
@@ -146,7 +151,7 @@ class ParallelScorer:
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._alone = False  # workers fail on every unit, so only this process's engine gets units
+        self._alone = False  # True after too many failures of workers: only this process's engine gets units
         self._own_done = 0
         self._given_own = 0
         self._began = self._ended = 0.0

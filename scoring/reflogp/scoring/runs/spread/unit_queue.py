@@ -1,6 +1,7 @@
 """Queue misses for workers: group misses by prompt, divide them into units, and retry the units of lost workers.
 
-If a worker dies, its unit is halved repeatedly to find the sequence that may have killed it.
+If a worker dies, each of its units is split into halves. If another worker dies on a half, the half is split again, and so on.
+A sequence is given up if two workers die on a unit that contains only this sequence.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Unit:
 
     Attributes:
         again: True if the unit is retried after the loss of a worker; the store may already have some of its sequences.
-        suspect: True if a worker died while it had this unit or a larger unit from which this one was split; a sequence of this
-            unit may be the cause.
+        suspect: True if a worker died while it was processing this unit or a larger unit from which this unit was split. One of
+            this unit's sequences may be the cause.
         deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
@@ -143,8 +144,8 @@ class Rate:
 
         Args:
             sequences: number of sequences in the unit.
-            seconds: time between the worker's previous result and the result of this unit, or between the sending and the
-                result of this unit if it was sent after the previous result. About 0 if the two results arrive together.
+            seconds: number of seconds until the unit's result arrived, counted from the time when the unit was sent or from the
+                arrival of the worker's previous result, whichever is later. About 0 if both results arrive together.
         """
         kept = 0.5 ** (seconds / _HALVED_SECONDS)
         self._sequences = kept * self._sequences + sequences
@@ -158,9 +159,9 @@ class Rate:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences for the next unit.
 
-    The number is a quarter of one worker's share of the remaining sequences, with these limits: what a worker scores in 2 to 30
-    seconds, at most the worker's whole share, at least 8 sequences, and at most `most`. If limits conflict, the last of them
-    applies. Before the first result, the number is 8, or `most` if that is smaller.
+    The number is a quarter of one worker's share of the remaining sequences, but at most what a worker scores in 30 seconds, at
+    least what it scores in 2 seconds, at most the worker's whole share, at least 8, and at most `most`. If two of these limits
+    contradict each other, the one listed later applies. Before the first result, the number is 8, or `most` if that is smaller.
 
     Args:
         left: approximate number of sequences that have not been sent to a worker yet.

@@ -1,8 +1,8 @@
-"""Send units of work to workers, which score them with an engine and commit the values.
+"""Encode units for workers. In a worker, score the units and commit the values.
 
-A unit is sent as a compressed Arrow IPC stream, so that a prompt shared by many sequences takes little space. The unit's
-encoded images follow in a second stream, where each image occurs once. Workers commit the values themselves, so values are
-never sent back to the run.
+A unit consists of misses (sequences that the store lacks) that one worker scores together. It is sent as a compressed Arrow IPC
+stream, so that a prompt shared by many sequences takes little space. The unit's encoded images follow in a second stream, where
+each image occurs once. Workers commit the values themselves, so values are never sent back to the run.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Sent:
     """A decoded unit.
 
     Attributes:
-        keys: binary array of the keys of the untruncated sequences.
+        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
         sequences: the sequences to score.
-        completion_lens: array of the lengths of the whole completions, in tokens.
+        completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
     """
 
     keys: pa.Array
@@ -169,7 +169,7 @@ class VisionCache:
 
     Args:
         model: folder of the model on this machine.
-        trust_remote_code: whether to run code from a processor's folder.
+        trust_remote_code: whether to run code from the folders of the model and the processors.
     """
 
     def __init__(self, model: str, trust_remote_code: bool) -> None:
@@ -182,8 +182,15 @@ class VisionCache:
         """Return the processor with these settings.
 
         The processor is loaded from `folder` if that folder exists on this machine and contains a processor with these
-        settings; otherwise, it is loaded from the model's folder. Raises UsageError if neither folder has a processor with
-        these settings.
+        settings. Otherwise, the processor is loaded from the model's folder.
+
+        Args:
+            folder: folder from which the run's main process loaded the processor; None to search only the model's folder.
+            settings: the image processor's `settings_digest` (see reflogp.store.images).
+
+        Raises:
+            UsageError: neither folder has a processor with these settings.
+            TokenizerError: a processor was found, but it cannot be loaded.
         """
         with self._lock:
             for place in [folder, self._model]:
@@ -198,8 +205,8 @@ class VisionCache:
                     self._loaded[found.tokens.settings] = found
             if settings not in self._loaded:
                 raise UsageError(
-                    "the run's image processor is not on this worker's machine: put its files in the model's folder, "
-                    "or in a folder that has the same path on every machine"
+                    "the run's image processor is not on this worker's machine: put the processor's files in the "
+                    "model's folder, or in a folder that has the same path on every machine"
                 )
             return self._loaded[settings]
 
@@ -215,9 +222,9 @@ def _arrays(lists: pa.ListArray) -> list[npt.NDArray[np.int64]]:
     return np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
 
 
-#: Number of units that a worker has at the same time: it commits one, scores another, and has a third one ready.
+#: Maximum number of units that a worker has at the same time: one that it commits, one that it scores, and one that waits.
 IN_FLIGHT = 3
-#: Seconds between two checks of whether the engine has room for a unit.
+#: Maximum number of seconds to wait before checking again whether the engine has room for a unit.
 _LOOK_SECONDS = 0.01
 
 
@@ -255,9 +262,10 @@ class UnitScorer:
                 in the store are then not scored again.
 
         Returns:
-            A dict with "problems" (index of a sequence -> reason why it has no values), "snapshot" (number of a snapshot with
-            the values of all other sequences; None if there are no such sequences) and "operations" (counts of the operations
-            that the engine has performed since the previous call returned).
+            A dict with three entries. "problems" is a dict of index -> reason, for the sequences that cannot be scored.
+            "snapshot" is the number of a snapshot that contains the values of all other sequences; it is None if every sequence
+            has a problem and `again` is False. "operations" is an Operations object: the engine's operation counts since the
+            previous call returned.
 
         Raises any error of the engine or the store. Raises EngineError if the worker was stopped before it finished the unit;
         the values computed by then are committed.
@@ -299,7 +307,7 @@ class UnitScorer:
         return self._error
 
     def stop(self) -> None:
-        """Start no further passes, and return once all values computed so far have been committed."""
+        """Start no further passes, commit the values that are already computed, and return; see ScoringPipeline.stop."""
         self._computing.stop()
 
     def _happened(self, event: Event) -> None:
@@ -324,7 +332,7 @@ def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.
 
     Args:
         now: the snapshot in which to look up the sequences.
-        keys: binary array of the keys of the untruncated sequences.
+        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
         sequences: the sequences, truncated in the same way as for scoring.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
@@ -335,9 +343,9 @@ class _Asked:
     """The progress of a unit.
 
     Attributes:
-        problems: index of a sequence -> reason why it has no values.
-        snapshot: number of a snapshot that contains every value of the unit committed so far; None if nothing has been
-            committed yet and the unit is scored for the first time.
+        problems: dict of index -> reason, for the sequences that cannot be scored.
+        snapshot: number of a snapshot that contains all values of the unit that have been committed so far; None if no values
+            have been committed yet and the unit is not retried (see `again` in UnitScorer.score).
         left: number of sequences that have neither values in the store nor a problem yet.
     """
 
@@ -356,7 +364,7 @@ class ScoringWorker:
             worker's machine differ from the reference's.
         choice: fields of an EngineChoice, as a dict.
         store: URI of the store.
-        threads: number of torch's CPU threads; used only if the engine computes on the CPU.
+        threads: number of torch's CPU threads; used only if the engine uses no GPU (see EngineChoice.gpus).
     """
 
     def __init__(
@@ -377,7 +385,7 @@ class ScoringWorker:
             UsageError: the model is not found on this machine, or its weights differ from those of the reference.
             ReflogpError: the store or the engine cannot be used on this machine.
         """
-        os.environ.update(growing_segments(os.environ))  # torch reads the setting when it first uses the GPU
+        os.environ.update(growing_segments(os.environ))  # torch reads the variable when it first uses the GPU
         if not self._choice.gpus():
             torch.set_num_threads(self._threads)
         wanted = self._reference
@@ -402,5 +410,5 @@ class ScoringWorker:
         return self._units.peak()
 
     def stop(self) -> None:
-        """Start no further passes, and commit all values computed so far; see UnitScorer.stop."""
+        """Start no further passes, and commit the values that are already computed; see UnitScorer.stop."""
         self._units.stop()
