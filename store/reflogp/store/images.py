@@ -71,7 +71,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """Describe the first image or other medium found in a row; return None if the row has only text or token ids."""
+    """Say where a row contains its first image, video or other media. Return None if the row has only text or token ids."""
     for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
         if name in columns and _is_present(columns[name]):
             return f"column {name}"

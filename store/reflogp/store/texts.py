@@ -129,7 +129,7 @@ def moment(when: datetime) -> str:
 
 
 def machine_moment(when: datetime) -> str:
-    """Format a time as HTML's `datetime` attributes need it, for example 2026-11-20T21:55:13Z."""
+    """Format a time for an HTML `datetime` attribute, for example 2026-11-20T21:55:13Z."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -46,8 +46,8 @@ class Layout:
 
     Attributes:
         columns: names of the columns that contain token ids.
-        canonical: function that converts a table of these columns to the columns of the newest TRL: prompt_ids with either
-            chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
+        canonical: function that converts a table of these columns to the columns of the newest TRL. Pairs then have prompt_ids,
+            chosen_ids and rejected_ids; KTO rows have prompt_ids, completion_ids and, with KL sequences, KL_completion_ids.
         names: dict that maps reflogp's name of a reference column to the trainer's name, if the two names differ.
         cut: whether the rows are already truncated.
     """

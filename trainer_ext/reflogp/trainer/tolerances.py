@@ -11,8 +11,8 @@ from reflogp.store.reference import autocast_dtype
 #: The allowed difference between two sums over n tokens, in nats, is this value times sqrt(n). Rounding errors of individual
 #: tokens are independent, so their sum grows with sqrt(n). Values are (dense model, mixture of experts), measured by
 #: tools/gate_trials.py, with a margin above the largest observed difference (docs/trainer.md). The log-probs of a different
-#: checkpoint of the same model differ by 0.1 per token or more, always in the same direction, so the difference between sums
-#: grows with n.
+#: checkpoint of the same model typically differ by 0.1 per token or more. Most of these differences have the same sign, so the
+#: difference between two sums grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 
 

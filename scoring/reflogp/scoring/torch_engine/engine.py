@@ -308,9 +308,9 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit in memory; after `_GOOD_PASSES` of them in a row, double a token budget that was halved.
+        """Count a pass that fit in memory. After `_GOOD_PASSES` such passes in a row, double the token budget if it was halved.
 
-        The new budget applies to passes that have not been prepared yet.
+        The token budget never exceeds its first value. The new budget applies to passes that have not been prepared yet.
         """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:

@@ -86,7 +86,10 @@ def _require_supported(args: Any) -> None:
     """Raise UsageError if ms-swift's arguments select a feature that cannot be used with stored values."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
-        raise UsageError(f"rlhf_type {kind} does not use reference log-probs of the dataset's completions: use `swift rlhf`")
+        raise UsageError(
+            f"rlhf_type {kind} does not use reference log-probs of the dataset's completions: use ms-swift's own command "
+            "`swift rlhf`"
+        )
     for name, most in _NOT_SUPPORTED.items():
         value = getattr(args, name, None)
         if value and value > most:

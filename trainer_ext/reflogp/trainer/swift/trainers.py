@@ -34,7 +34,8 @@ class EncodedRows:
         for column in set(_MEDIA) & set(getattr(raw, "column_names", None) or ()):
             if any(_has(value) for value in raw[column]):
                 raise UsageError(
-                    f"the dataset has {column}, but with ms-swift, stored values are supported only for text: use `swift rlhf`"
+                    f"the dataset has {column}, but with ms-swift, stored values are supported only for text: train without "
+                    "stored values, with ms-swift's own command `swift rlhf`"
                 )
 
     def __len__(self) -> int:
@@ -46,8 +47,8 @@ class EncodedRows:
             others = [name for name in row if _without_side(name) not in _OF_TEXT and _is_tensor(row[name])]
             if others:
                 raise UsageError(
-                    f"row {number} has {others[0]}, but with ms-swift, stored values are supported only for text: use "
-                    "`swift rlhf`"
+                    f"row {number} has {others[0]}, but with ms-swift, stored values are supported only for text: train "
+                    "without stored values, with ms-swift's own command `swift rlhf`"
                 )
             sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
             yield [labelled(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
