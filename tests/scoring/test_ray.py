@@ -18,12 +18,13 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.on_ray.cluster import connected, require_visible
+from reflogp.scoring.on_ray.cluster import connected, require_visible, resources_of
 from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer
 from reflogp.scoring.vision import load_processor
+from reflogp.service.ray_processes import ray_workers
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -217,6 +218,18 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
         scores = client.score("ref", [[1, 5, 9]], [[7, 2]])
         assert len(scores.token_logps[0]) == 2
     assert Store(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
+
+
+def test_a_services_worker_reserves_the_gpus_of_its_largest_model(cluster, tmp_path):
+    gpus = cluster.add_node(num_cpus=0, num_gpus=5)  # GPUs that Ray only counts
+    try:
+        for each, count in ((1, 5), (2, 2), (4, 1)):
+            workers = ray_workers(cluster.address, "cuda", None, str(tmp_path / "store"), tmp_path, each)
+            assert (workers.count, resources_of(workers.choice)) == (count, {"num_gpus": each, "num_cpus": 0})
+        workers = ray_workers(cluster.address, "cpu", 3, str(tmp_path / "store"), tmp_path, 4)
+        assert (workers.count, resources_of(workers.choice)) == (3, {"num_gpus": 0, "num_cpus": 1})
+    finally:
+        cluster.remove_node(gpus)
 
 
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):

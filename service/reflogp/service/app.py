@@ -135,18 +135,18 @@ def _workers(
     """
     if not registry.named():
         return [], start_here, lambda: None
+    models = [settings.references[name] for name in registry.named()]
+    gpus_each = max(model.tensor_parallel for model in models)
     if settings.executor == "local":
-        models = [settings.references[name] for name in registry.named()]
         engines = {model.engine for model in models}
         devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
-        gpus_each = max(model.tensor_parallel for model in models)
         return places(devices, gpus_in_a_child, gpus_each, "vllm" in engines), start_here, lambda: None
     try:
         from reflogp.service.ray_processes import ray_workers
     except ImportError as error:
         raise UsageError(f"the executor `ray` needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
     device = "auto" if settings.devices == ["all"] else settings.devices[0]
-    workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder)
+    workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder, gpus_each)
     return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
 
 

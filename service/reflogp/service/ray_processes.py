@@ -238,7 +238,7 @@ class RayWorkers:
         return str(await placing)
 
 
-def ray_workers(address: str | None, device: str, count: int | None, store: str, state: Path) -> RayWorkers:
+def ray_workers(address: str | None, device: str, count: int | None, store: str, state: Path, gpus_each: int = 1) -> RayWorkers:
     """Connect to a Ray cluster and return a RayWorkers, which starts the service's workers there.
 
     Args:
@@ -248,6 +248,7 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
         count: number of workers; None means as many workers as fit on all current nodes of the cluster.
         store: URI of the store.
         state: state folder of the service.
+        gpus_each: number of GPUs that each worker uses if `device` is cuda.
 
     Raise UsageError if there is no cluster at the address or `device` is none of these values, and StoreUnavailableError if the
     store's folder cannot be created.
@@ -255,7 +256,7 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)
     signal.signal(signal.SIGTERM, ends)  # with Ray's handler, the service would exit with a failure code after SIGTERM
-    choice = on_workers(EngineChoice(device=device))
+    choice = on_workers(EngineChoice("vllm", device, tensor_parallel=gpus_each))
     make_folder(store)
     folders = (state, *([Path(store)] if is_local(store) else []))
     return RayWorkers(choice, count or default_workers(choice), folders)
