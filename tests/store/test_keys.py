@@ -94,6 +94,12 @@ def test_what_is_no_token_id_is_refused_not_rounded(ids):
         sequence_keys(ids, [[1]] * len(ids))
 
 
+def test_an_empty_numpy_array_is_an_empty_list_whatever_its_dtype():
+    prompts, empty = [[1], [2]], np.array([])
+    assert sequence_keys(prompts, [np.array([7, 8]), empty]) == sequence_keys(prompts, [[7, 8], []])
+    assert sequence_keys(prompts, [empty, empty]) == sequence_keys(prompts, [[], []])
+
+
 def test_integers_of_every_kind_make_the_same_key():
     kinds = [[[1, 2]], [(1, 2)], [range(1, 3)], [np.array([1, 2], np.uint16)]]
     assert len({sequence_keys(ids, [[3]]).to_pylist()[0] for ids in kinds}) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,12 +72,14 @@ def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
 
     No value type is passed to Arrow, because with int64, Arrow would truncate floats without an error.
     """
-    try:
+    array: Any = None
+    with suppress(pa.ArrowInvalid, OverflowError):  # ranges, or numpy arrays with different dtypes
         array = pa.array(lists)
-    except (pa.ArrowInvalid, OverflowError):  # such as ranges, or numpy arrays with different dtypes
+    if array is None or (pa.types.is_list(array.type) and pa.types.is_floating(array.type.value_type)):
+        # The dtype of an empty numpy array is float64 by default.
         arrays = [np.asarray(entry) for entry in lists]
         if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
-            raise UsageError(f"{name}: expected lists of integers, got values of type {strange[0]}") from None
+            raise UsageError(f"{name}: expected lists of integers, got values of type {strange[0]}")
         array = pa.array([entry.astype(np.int64) for entry in arrays], pa.list_(pa.int64()))
     without_values = pa.types.is_null(array.type) or (pa.types.is_list(array.type) and pa.types.is_null(array.type.value_type))
     return array.cast(pa.list_(pa.int64())) if without_values else array
