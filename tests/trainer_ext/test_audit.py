@@ -1,6 +1,7 @@
 """The audit finds what it is there to find, in real runs, and nothing in a right one."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from reflogp.trainer import (
     ReferenceSource,
     StepZeroError,
 )
+from reflogp.trainer.audit.metrics import apart, write_report
 from reflogp.trainer.audit.schedule import Schedule
 from tests.trainer_ext.conftest import damaged_copy, losses, score_pairs
 from tests.trainer_ext.distributed_run import launch
@@ -307,3 +309,12 @@ def test_metrics_of_one_process_shown_as_everybodys(reference_folder, data_file,
     assert all("on this process but" in seen["audit"]["findings"]["metrics"][0] for seen in ranks)
     assert "on this process but" in printed
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["verdict"] == "warned"
+
+
+def test_equal_metrics_never_disagree_and_the_report_is_json_even_with_infinite_numbers(tmp_path):
+    for value in (0.5, math.inf, -math.inf, math.nan):
+        assert apart(value, value) == 0
+    assert apart(math.inf, 1.0) == apart(math.nan, 1.0) == math.inf
+    file = write_report(str(tmp_path), {"metrics": {"worst_difference": math.inf}, "sums": [math.nan, (-math.inf, 2.5)]})
+    written = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert written["metrics"] == {"worst_difference": "inf"} and written["sums"] == ["nan", ["-inf", 2.5]]

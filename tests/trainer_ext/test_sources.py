@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, set_seed
 from trl import DPOTrainer
 
@@ -256,6 +256,13 @@ def test_join_for_a_loop_of_ones_own(cached_trainer, source, store, reference_fo
     assert [row["ref_chosen_logps"] for row in rows] == expected["ref_chosen_logps"][:]
     with pytest.raises(BroughtColumnsError):
         list(join_reference_logps(expected.to_iterable_dataset(), source, max_length=60))
+    brought = np.array(expected["ref_rejected_logps"][:], np.float32)
+    brought[3] -= 50  # in the second batch of a stream that repeats these rows
+    second = expected.remove_columns("ref_rejected_logps").add_column("ref_rejected_logps", brought)
+    batches = [expected] * (-(-256 // len(expected))) + [second]
+    with pytest.raises(BroughtColumnsError) as refused:
+        list(join_reference_logps(concatenate_datasets(batches).to_iterable_dataset(), source, max_length=220))
+    assert refused.value.rows == [len(expected) * (len(batches) - 1) + 3]
     with pytest.raises(UsageError, match="needs a trainer"):
         join_reference_logps(tokenized, ReferenceSource(store, model=str(reference_folder), dtype="float32", on_miss="compute"))
 

@@ -263,9 +263,14 @@ def missing_error(misses: Sequence[Misses], where: Where, command: str) -> Missi
     )
 
 
-def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
-    """Raise UnusableLogpsError if the values for some rows are damaged or not finite."""
-    unusable = np.flatnonzero(join.unusable)
+def require_usable(rows: int, name: str, join: Join, values: Values, first: int = 0) -> None:
+    """Raise UnusableLogpsError if the values for some rows are damaged or not finite.
+
+    Args:
+        rows: number of rows of the dataset, or of rows that have been read from a stream.
+        first: row number of the join's first row.
+    """
+    unusable = np.flatnonzero(join.unusable) + first
     if len(unusable):
         raise UnusableLogpsError(
             f"{len(unusable)} of {rows} rows of {name} have reference log-probs that are damaged or not finite (rows "
@@ -275,7 +280,7 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 
 
 def with_columns(
-    dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
+    dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str, first: int = 0
 ) -> tuple[Dataset, tuple[str, ...]]:
     """Add reference columns to a dataset, and replace existing columns with the same names. Return the new dataset and the
     names of the replaced columns.
@@ -285,13 +290,14 @@ def with_columns(
         tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
         dtype: dtype in which the reference log-probs were computed; existing columns may differ by the rounding error of this
             dtype.
+        first: row number of the dataset's first row, for error messages.
 
     Raises BroughtColumnsError if the values of an existing column differ from the reference's.
     """
     brought = []
     for (name, values), count in zip(columns.items(), tokens, strict=True):
         if name in dataset.column_names:
-            _verify_brought(name, np.asarray(dataset.with_format("numpy")[name][:], np.float64), values, count, dtype)
+            _verify_brought(name, np.asarray(dataset.with_format("numpy")[name][:], np.float64), values, count, dtype, first)
             dataset = dataset.remove_columns(name)
             brought.append(name)
         dataset = dataset.add_column(name, values)
@@ -339,9 +345,9 @@ class _StreamJoin:
             misses = replace(misses, rows=misses.rows + first, of=self._rows)
             command = self._values.command(self._source.model, "DATA", self._settings)
             raise missing_error([misses], self._values.where, command)
-        require_usable(len(dataset), self._name, join, self._values)
+        require_usable(self._rows, self._name, join, self._values, first)
         columns = {layout.name(column): logps for column, logps in join.logps.items()}
-        with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype)
+        with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype, first)
         return {name: logps.tolist() for name, logps in columns.items()}
 
 
@@ -375,13 +381,15 @@ def _verify_brought(
     values: npt.NDArray[np.float32],
     tokens: npt.NDArray[np.int64],
     dtype: str,
+    first: int,
 ) -> None:
     apart = np.abs(brought - values)
     different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
     if len(different):
+        rows = different + first
         raise BroughtColumnsError(
             f"the dataset already has {name}, but {len(different)} of its {len(values)} values differ from the reference's "
-            f"(rows {some_rows(different)}, by up to {np.nanmax(apart[different], initial=0.0):.4g} nats). Remove the column "
+            f"(rows {some_rows(rows)}, by up to {np.nanmax(apart[different], initial=0.0):.4g} nats). Remove the column "
             f"(dataset.remove_columns({name!r})) to train on the reference's values",
-            [int(row) for row in different],
+            [int(row) for row in rows],
         )

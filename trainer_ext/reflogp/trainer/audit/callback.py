@@ -371,7 +371,7 @@ class ReferenceAudit(TrainerCallback):
                 ],
             )
         try:
-            seen.require(what, scorer)
+            seen.require(what, scorer, check)
             if self._tolerance is None:
                 seen.require_one_dtype(check)
         except StepZeroError as error:

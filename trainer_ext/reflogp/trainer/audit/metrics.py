@@ -129,9 +129,9 @@ def _is_shared(name: str, value: Any) -> bool:
 def apart(left: float, right: float) -> float:
     """Return |left - right| / max(1, |right|) for two metrics.
 
-    The result is 0 if both metrics are NaN, and infinite if only one is NaN or if either is infinite.
+    The result is 0 if the metrics are equal or both NaN. Otherwise, it is infinite if one of them is NaN or infinite.
     """
-    if math.isnan(left) and math.isnan(right):
+    if left == right or (math.isnan(left) and math.isnan(right)):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))
     return math.inf if math.isnan(off) else off
@@ -145,12 +145,23 @@ _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "acceler
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
-    """Write the report atomically: a reader sees either the complete old report or the complete new report."""
+    """Write the report atomically: a reader sees either the complete old report or the complete new report.
+
+    Numbers that are NaN or infinite, which JSON does not have, are written as the strings "nan", "inf" and "-inf".
+    """
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
     with write_atomically(file) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(_as_json(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return file
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def begin_report(output_dir: str, process: int) -> None:

@@ -77,12 +77,13 @@ class StepZero:
     def passed(self) -> bool:
         return self.max_per_root_token <= self.tolerance
 
-    def require(self, what: str, scorer: str = "policy") -> None:
+    def require(self, what: str, scorer: str = "policy", check: str = "step_zero") -> None:
         """Raise StepZeroError if a difference exceeds the tolerance or is NaN.
 
         Args:
             what: description of the sequences, for the error message.
             scorer: what computed the log-probs that are compared with the joined log-probs: "policy" or "service".
+            check: name of the check that the error reports as failed.
         """
         if not self.passed:
             causes = _CAUSES if scorer == "policy" else _CAUSES_WITH_A_SERVICE
@@ -93,7 +94,7 @@ class StepZero:
                 f"{self.max_difference:.4g} nats "
                 f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} nats "
                 "on average). " + causes.format(dtype=dtypes),
-                "step_zero",
+                check,
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
