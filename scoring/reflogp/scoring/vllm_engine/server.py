@@ -312,6 +312,8 @@ def check_claim(
     )
     sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
     sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    if not sequences:
+        raise EngineError("the server accepts none of the sequences that reflogp compares: its maximum length is too small")
     ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
     tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
