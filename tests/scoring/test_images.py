@@ -561,6 +561,8 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "an own image": ({**pair("?", [png]), "prompt": own}, "contains an image"),
         "an image of a tool": ({**pair("?", [png]), "prompt": tool}, "the role tool contains an image"),
         "a video": ({**pair("?", [png]), "prompt": video}, "a content part of type video, but only text and images"),
+        "a column of audio": ({**pair("?", [png]), "audio": {"bytes": b"RIFF", "path": None}}, "column audio"),
+        "processed pixels": ({**pair("?", [png]), "pixel_values": [[0.5]]}, "column pixel_values"),
         "a placeholder in the answer": (pair("?", [png], chosen="see <image>"), "the processor fails for this row"),
         "no prompt": ({name: value for name, value in pair("?", [png]).items() if name != "prompt"}, "needs a prompt"),
         "an unknown role": ({**pair("?", [png]), "prompt": [{"role": "critic", "content": "?"}]}, "role"),

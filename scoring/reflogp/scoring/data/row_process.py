@@ -34,7 +34,15 @@ from reflogp.scoring.data.confined_process import POLL_SECONDS, SOCKET, STILL, C
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, encode, render
 from reflogp.scoring.data.image_rows import image_row_tokens, prepare_child
 from reflogp.scoring.data.images import RowImage
-from reflogp.scoring.data.shape import TEXT_COLUMNS, Format, RowError, RowLimitError, examples_of, require_text
+from reflogp.scoring.data.shape import (
+    TEXT_COLUMNS,
+    Format,
+    RowError,
+    RowLimitError,
+    examples_of,
+    require_text,
+    require_text_and_images,
+)
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.store.images import ImageTokens
 from reflogp.store.texts import shortened
@@ -343,8 +351,8 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
     """
     if isinstance(images, RowError):
         raise images
-    if images is None:
-        require_text(columns)
+    require = require_text if images is None else require_text_and_images
+    require(columns)
     used: dict[str, Any] = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
     for name, value in used.items():
         if not isinstance(value, str | int | float | list | dict | None):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from reflogp.scoring.errors import DatasetError
-from reflogp.store.images import media_of
+from reflogp.store.images import IMAGE_COLUMNS, MESSAGE_COLUMNS, media_of
 from reflogp.store.texts import shortened_names
 
 Format = Literal["preference", "kto", "tokens"]
@@ -186,6 +186,13 @@ def require_text(columns: dict[str, Any]) -> None:
             f"the row contains more than text ({media}), but only text is scored; remove everything that is not text, or "
             "remove the row"
         )
+
+
+def require_text_and_images(columns: dict[str, Any]) -> None:
+    """Raise RowError for a row with columns of video, audio or processed media. Its content parts are not checked."""
+    other = media_of({name: value for name, value in columns.items() if name not in (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)})
+    if other is not None:
+        raise RowError(f"the row contains more than text and images ({other}), but only these can be scored")
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
