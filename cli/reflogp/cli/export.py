@@ -46,8 +46,8 @@ def export(
         str | None,
         typer.Option(
             "--hash",
-            help="open-instruct: the hash in the name of the training run's cache file. To find it, run open-instruct with "
-            "--cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
+            help="open-instruct: the hash in the name of the training run's cache file. To find it, run open-instruct's "
+            "dpo.py with --cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
         ),
     ] = None,
     loss_type: Annotated[

@@ -34,8 +34,8 @@ def join(
     """Write a dataset's rows as Parquet, with the added columns ref_chosen_logps and ref_rejected_logps (KTO: ref_logps).
 
     This command does not load the model. It reads the values from the store, and tokenizes the dataset with the tokenizer in
-    the model's folder or, if given, with --tokenizer. Rows without values are reported and skipped, and the exit code is then
-    3.
+    the model's folder or, if given, with --tokenizer. Rows that have no values or cannot be used are reported and
+    skipped, and the exit code is then 3.
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """

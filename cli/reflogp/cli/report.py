@@ -35,7 +35,8 @@ def report(
     dropped, and the percentage of completion tokens that would be lost. The page also lists rows without values (at most 100).
 
     This command does not load the model. It reads the values from the store, and tokenizes the dataset with the tokenizer in
-    the model's folder or, if given, with --tokenizer. The exit code is 3 if some rows have no values.
+    the model's folder or, if given, with --tokenizer. The exit code is 3 if some rows have no values or cannot
+    be used.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

@@ -72,10 +72,10 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: if True, merge only shards below SMALL_BYTES, as scoring does automatically. If False, merge all shards, or
-            do nothing if their key ranges do not overlap and no shard is larger than twice `shard_bytes`. In both cases, a
-            single shard is never rewritten.
-        shard_bytes: approximate size of the new shards in bytes.
+        only_small: if True, merge only shards smaller than 32 MiB, as scoring does automatically when a table has many of them.
+            If False, merge all shards, or do nothing if their key ranges do not overlap and no shard is larger than twice
+            `shard_bytes`. In both cases, a single shard is never rewritten.
+        shard_bytes: approximate size of the new shards in bytes; 128 MiB by default.
         progress: called with (rows written, total rows). If the shards are merged in several steps, both
             numbers refer to the current step.
 
@@ -220,7 +220,7 @@ def vacuum(
             store.
 
     Returns:
-        The paths of the deleted files, relative to the table's folder.
+        The paths of the deleted files (with `dry_run`, of the files to delete), relative to the table's folder.
 
     Raises:
         UsageError: `retention_hours` is negative, or is less than 1 without `alone`.

@@ -370,7 +370,7 @@ class LogprobTable:
 
     def committed_at(self) -> float:
         """Return the commit time of the latest snapshot, in seconds since 1970, according to the clock of the machine that
-        committed it."""
+        committed it. Raises DamagedStoreError if the table's log is damaged."""
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
