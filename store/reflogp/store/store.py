@@ -257,8 +257,9 @@ def choose_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reference, str]:
-    """Resolve `dtype`, which can be "auto", for a model in a store. Return the model's reference in the resulting dtype, and
-    the reason for the choice.
+    """Choose a model's dtype: `dtype` itself or, if it is "auto", the dtype of the model's log-probs in the store.
+
+    Return the model's reference in this dtype, and the reason for the choice.
 
     Args:
         store: the store to search for the model.

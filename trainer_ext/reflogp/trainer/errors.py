@@ -42,7 +42,7 @@ class MissingLogpsError(ReferenceLogpsError):
 
 
 class UnusableLogpsError(ReferenceLogpsError):
-    """Some rows have values that are damaged or not finite, or a service cannot score them during training.
+    """Some rows have damaged or non-finite values, or cannot be scored by a service during training.
 
     Attributes:
         rows: indices of these rows in the tokenized dataset or, if a service scores batches during training, in the batch.

@@ -60,8 +60,8 @@ class ReportSummary:
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
         near_duplicates: estimated number of examples that nearly repeat an earlier example (`Duplicates.near`).
         alike: number of pairs whose completions hardly differ but are not identical.
-        outliers: name of a kind of outlier, such as "very unlikely completions" -> number of examples. Kinds without examples
-            are left out.
+        outliers: dict from each kind of outlier, such as "very unlikely completions", to its number of examples. Kinds without
+            examples are left out.
         truncation: for each max_length that the report compares, a dict with the fields of `truncation.Cut`.
         findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
             and `command` (None if there is no command to run).

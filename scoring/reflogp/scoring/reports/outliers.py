@@ -90,7 +90,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
     kinds = [
         _kind(
             "very unlikely completions",
-            f"mean log-prob per token with a robust z below −{FAR} {_SIMILAR}",
+            f"mean log-prob per token with a robust z-score below −{FAR} {_SIMILAR}",
             "nats per token",
             good,
             -z.min(0) - FAR,
@@ -99,7 +99,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
         ),
         _kind(
             "very likely completions",
-            f"mean log-prob per token with a robust z above {FAR} {_SIMILAR}",
+            f"mean log-prob per token with a robust z-score above {FAR} {_SIMILAR}",
             "nats per token",
             good,
             z.max(0) - FAR,
@@ -110,7 +110,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
     if collected.pairs:
         margins = means[0] - means[1]
         far = -robust_z_by_length(margins, tokens.min(0)) - FAR
-        rule = f"negative margin per token (mean log-prob of chosen minus that of rejected) with a robust z below −{FAR} "
+        rule = f"negative margin per token (mean log-prob of chosen minus that of rejected) with a robust z-score below −{FAR} "
         rule += "among pairs whose shorter completions have similar lengths"
         kinds.append(
             _kind("rejected far above chosen", rule, "nats per token", good, np.where(margins < 0, far, -1.0), margins, shown)

@@ -148,7 +148,8 @@ class ImageFeatures:
     limit, the image is decoded and processed again for each pack that contains it.
 
     Args:
-        model: the model; while inputs are built, it must use its own attention implementation.
+        model: the model. While inputs are built, it must use the attention implementation that it was loaded with, not
+            that of packs.
         device: the model's device.
         limit: maximum size of the kept features, in bytes.
     """

@@ -1,4 +1,4 @@
-"""Train with axolotl's DPO and KTO trainers on stored reference log-probs."""
+"""Train with axolotl's DPO and KTO trainers, using stored reference log-probs."""
 
 from __future__ import annotations
 

@@ -103,5 +103,5 @@ def _refuse_media(dataset: Any, name: str) -> None:
             ):
                 raise UsageError(
                     f"the {name} dataset has {column}, but with LLaMA-Factory, stored values are supported only for text: "
-                    "start this run with llamafactory-cli"
+                    "to train without stored values, start this run with llamafactory-cli"
                 )
