@@ -26,7 +26,7 @@ _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
 #: name -> a function that builds the model with random weights
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_GQA)),
-    "Llama, tied head with bias in attention": lambda: tf.LlamaForCausalLM(
+    "Llama (tied head, attention bias)": lambda: tf.LlamaForCausalLM(
         tf.LlamaConfig(**_GQA, tie_word_embeddings=True, attention_bias=True)
     ),
     "Qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_GQA)),

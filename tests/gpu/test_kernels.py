@@ -37,7 +37,7 @@ FAMILIES = {
     "soft cap": "Gemma 2 (soft caps, sliding window 8)",
     "sinks": "gpt-oss (sinks, sliding window 8)",
     "experts": "Qwen3-MoE",
-    "tied head": "Llama, tied head with bias in attention",
+    "tied head": "Llama (tied head, attention bias)",
     "latent attention": "DeepSeek-V3 (latent attention)",
     "partial rotary": "StableLM (partial rotary)",
 }

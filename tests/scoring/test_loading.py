@@ -160,7 +160,7 @@ def test_loading_on_a_cpu_holds_the_model_once(tmp_path, record_property):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["Llama", "Llama, tied head with bias in attention", "Qwen3-MoE", "gpt-oss (sinks, sliding window 8)", "Phi-3"]
+    "name", ["Llama", "Llama (tied head, attention bias)", "Qwen3-MoE", "gpt-oss (sinks, sliding window 8)", "Phi-3"]
 )
 def test_weights_are_those_that_transformers_loads(name, dtype, tmp_path):
     build(name).save_pretrained(tmp_path, max_shard_size="100KB")
@@ -215,7 +215,7 @@ def refusal(folder: Path, dtype: str, device: torch.device = CUDA) -> str:
 
 
 def test_bytes_needed_are_those_of_the_loaded_model(tmp_path):
-    for name in ["Llama", "Llama, tied head with bias in attention", "Qwen3-MoE", "GPT-2 (learned positions)"]:
+    for name in ["Llama", "Llama (tied head, attention bias)", "Qwen3-MoE", "GPT-2 (learned positions)"]:
         folder = tmp_path / name
         model = build(name)
         model.save_pretrained(folder)
@@ -227,7 +227,7 @@ def test_bytes_needed_are_those_of_the_loaded_model(tmp_path):
 
 
 def test_a_tied_table_that_is_stored_twice_counts_once(tmp_path):
-    build("Llama, tied head with bias in attention").save_pretrained(tmp_path)
+    build("Llama (tied head, attention bias)").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     once = memory.needed_bytes(read_checkpoint(tmp_path), config, "bfloat16", CUDA)
     tensors = load_file(tmp_path / "model.safetensors")
