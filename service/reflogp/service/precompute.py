@@ -400,8 +400,8 @@ class Precompute:
             suspects = sorted(at_work)
         logger.warning("the job's worker ended: %s", reason, extra={"job": job})
 
-        def recorded(deaths: int) -> None:
-            if deaths >= _DEATHS:
+        def recorded(deaths: int | None) -> None:  # None: the write failed with an unexpected error, which was logged
+            if deaths is not None and deaths >= _DEATHS:
                 self._ended(job, "failed", f"{deaths} workers died in a row", True)
             else:
                 self._notify(job)
