@@ -2,7 +2,7 @@
 
     python examples/lora.py
 
-A new adapter does not change the model's outputs, so the step-0 gate passes. For every batch, TRL would run the model a
+A new adapter does not change the model's outputs, so the `step_zero` check passes. For every batch, TRL would run the model a
 second time with the adapter switched off. Here, a lookup in the store replaces this second pass. To use the trained adapter as
 the reference for another round of training, score its folder: reflogp score OUT/lora/adapter pairs.jsonl --store …
 """

@@ -63,7 +63,8 @@ def train(options: Any, url: str) -> None:
     asked, gate = trainer.ref_model.traffic, trainer.audit.step_zero
     print(
         f"reference {trainer.ref_model.where.reference_id} in {url}: {asked.sequences} sequences in {asked.batches} requests\n"
-        f"step-0 gate: policy and reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} sequences\n"
+        f"step_zero check: policy and reference differ by at most {gate.max_difference:.2g} nats in each of {gate.sequences} "
+        "sequences\n"
         f"losses: {' '.join(f'{loss:.4f}' for loss in losses_of(trainer))}\n"
         f"audit: {trainer.audit.as_dict()['verdict']} ({trainer.args.output_dir}/reflogp_audit.json)"
     )

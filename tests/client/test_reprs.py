@@ -37,7 +37,7 @@ JOB = Job(
         ),
         (
             Lookup(np.array([3, -1], np.int32), np.array([-1.5, np.nan]), None, "ab" * 16, 7),
-            f"Lookup(1 of 2 keys in snapshot 7 of reference {'ab' * 16})",
+            f"Lookup(1 of 2 keys found in snapshot 7 of reference {'ab' * 16})",
         ),
         (
             Scores([np.zeros(1_500, np.float32)], "ab" * 16, 0, 0.25, 0.0),

@@ -69,7 +69,7 @@ def assert_trained(printed: str, folder: Path, steps: int = 2) -> dict:
     assert report["verdict"] == "passed"
     assert report["step_zero"]["max_per_root_token"] <= report["step_zero"]["tolerance"] == 0.001
     assert (report["joins"]["train"]["scored"], report["joins"]["train"]["computed"]) == (0, 0)
-    assert "step-0 gate: policy and reference differ by at most" in printed
+    assert "step_zero check: policy and reference differ by at most" in printed
     losses = [float(loss) for loss in re.search(r"^losses: (.*)$", printed, re.MULTILINE)[1].split()]
     assert len(losses) == steps and all(map(math.isfinite, losses))
     return report
@@ -166,7 +166,7 @@ def test_online_asks_the_service_that_it_starts(run, few, tmp_path):
     report = report_of(tmp_path / "out" / "online")
     assert report["verdict"] == "passed"
     assert (report["remote"]["batches"], report["remote"]["sequences"]) == (2, 8)
-    assert "step-0 gate: policy and reference differ by at most" in printed
+    assert "step_zero check: policy and reference differ by at most" in printed
 
 
 @pytest.mark.slow

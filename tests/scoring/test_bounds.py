@@ -222,7 +222,7 @@ def test_deep_json_is_a_bad_row_or_a_bad_file(tmp_path, text):
 
 def test_columns_of_mixed_types_have_no_schema(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of({"a": 1}, {"a": "x"}))
-    with pytest.raises(DatasetError, match="values of several types"):
+    with pytest.raises(DatasetError, match="values do not fit a single Arrow type"):
         RowSource(str(tmp_path / "a.jsonl"), bounds=BOUNDS).schema()
 
 

@@ -248,18 +248,18 @@ def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(tmp_path, mo
     assert "--engine vllm --tensor-parallel 2 --dtype bfloat16" in mixed  # vLLM computes in one dtype
     Gpu(monkeypatch, free=25 * GIB, count=1)
     said = refusal(tmp_path, "float32")
-    assert "--dtype bfloat16 (it needs 18." in said
+    assert "--dtype bfloat16 (the model then needs 18." in said
     assert "--tensor-parallel 2 on a machine with 2 such GPUs (this machine has 1)" in said
-    assert "end the other processes that use this memory" in said
+    assert "ending the other processes that use this memory" in said
     Gpu(monkeypatch, free=25 * GIB, total=26 * GIB)
-    assert "end the other processes" not in refusal(tmp_path, "float32")
+    assert "ending the other processes" not in refusal(tmp_path, "float32")
 
 
 def test_as_many_gpus_as_divide_the_heads(tmp_path, monkeypatch):
     sparse_checkpoint(tmp_path, 5_000_000_000, 4, num_attention_heads=2, num_key_value_heads=2)
     Gpu(monkeypatch, free=4 * GIB)
     said = refusal(tmp_path, "bfloat16")
-    assert "--tensor-parallel" not in said and "end the other processes that use this memory" in said
+    assert "--tensor-parallel" not in said and "ending the other processes that use this memory" in said
 
 
 def test_what_fits_is_not_refused(tmp_path, monkeypatch):

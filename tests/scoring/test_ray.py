@@ -198,7 +198,7 @@ def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):
     command = [sys.executable, "-c", "from reflogp.cli import main; main()", "score", *rest]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 2
-    assert "no Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr
+    assert "cannot connect to a Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr
 
 
 def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(cluster, reference_folder, tmp_path):

@@ -102,5 +102,5 @@ def test_what_cannot_be_opened_says_why(tmp_path, name, content, says):
 
 
 def test_a_hub_name_without_a_network_says_so():
-    with pytest.raises(DatasetError, match="cannot be loaded as a saved dataset or from the hub"):
+    with pytest.raises(DatasetError, match="is not a local file or folder, and cannot be loaded from the hub"):
         RowSource("someone/some-dataset")

@@ -479,7 +479,7 @@ def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
     other = tmp_path / "site"
     other.mkdir()
     (other / "index.html").write_text("<p>mine")
-    for folder, says in ((other, "index.html"), (data, "is a file")):
+    for folder, says in ((other, "index.html"), (data, "is not a folder")):
         code, _, err = run("report", data, "-o", folder)
         assert code == USAGE and says in err
     assert (other / "index.html").read_text() == "<p>mine"

@@ -124,7 +124,7 @@ def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference
     file = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(EngineError, match="3 sequences in a row killed two workers each"):
         score(file, model=deadly_model(reference_folder, tmp_path / "deadly"), code=True)
-    with pytest.raises(EngineError, match=r"\d workers in a row died before they were ready; .*SIGKILL"):
+    with pytest.raises(EngineError, match=r"\d workers in a row were lost before they were ready; .*SIGKILL"):
         score(file, model=deadly_model(reference_folder, tmp_path / "dead", on_load=True), code=True)
 
 
@@ -197,8 +197,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     assert [place.visible for place in places(["cuda:2", "cuda:0"], lambda: 3, 2, True)] == ["7,GPU-a"]
     for devices, count, more, why in (
         (["tpu"], 8, (), "use 'all', 'auto', 'cpu'"),
-        (["cuda:8"], 8, (), "this machine has 8 GPUs; the highest number is 7"),
-        (["cuda:0"], 0, (), "this machine has 0 GPUs"),
+        (["cuda:8"], 8, (), "torch detects 8 GPUs; the highest number is 7"),
+        (["cuda:0"], 0, (), "torch detects 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
         (["cuda", "cuda"], 8, (1, True), "give the GPUs by number"),
@@ -214,7 +214,7 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["--devices", "cpu", "--device", "cpu"], "cannot be combined with --device"),
         (["--devices", "cpu", "--ray"], "cannot be combined with --ray"),
         (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
-        (["--devices", "cuda:7"], "this machine has 0 GPUs"),
+        (["--devices", "cuda:7"], "torch detects 0 GPUs"),
         (["--devices", "cpu;cpu"], "use 'all', 'auto', 'cpu'"),
         (["--devices", ""], "use 'all', 'auto', 'cpu'"),
     ],

@@ -257,7 +257,7 @@ def test_rotary_embeddings_that_vllm_fixes_once(reference_folder, tmp_path, rope
     assert options["max_model_len"] == outcome
     for length in (outcome + 1, -1, "1k"):
         if outcome > 0:
-            with pytest.raises(UsageError, match=f"at most {outcome}"):
+            with pytest.raises(UsageError, match=f"from 1 to {outcome}"):
                 vllm_options(str(folder), reference, 2, False, {"max_model_len": length})
         elif length != "1k":
             assert vllm_options(str(folder), reference, 2, False, {"max_model_len": length}).options["max_model_len"] == length

@@ -85,7 +85,7 @@ def test_a_program_that_keeps_a_file_mapped_is_noticed_each_time(tmp_path, cache
 def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path, cache):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights" * 100)
-    with pytest.raises(ReflogpError, match="weights was changed or replaced"):
+    with pytest.raises(ReflogpError, match="weights was changed, replaced or deleted"):
         digests.file_digests([file], lambda done, total: in_place(file, flipped(file.read_bytes())))
     assert digest(file) == truth(file)
 

@@ -249,7 +249,7 @@ class TestSchedule:
         for step in range(4, 502, 2):
             schedule.came("save", step - 1)
             schedule.step_ended(step)
-        assert "no save at step 500: the settings say save_strategy='steps', save_steps=500" in schedule.missed()[1]
+        assert "no save at step 500: this run has save_strategy='steps', save_steps=500" in schedule.missed()[1]
 
     def test_steps_of_the_optimizer_that_nobody_counts(self):
         schedule = Schedule(arguments(), 100, 0)

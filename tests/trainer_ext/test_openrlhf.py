@@ -237,7 +237,7 @@ def test_a_wrong_reference_is_refused(train, tokenizer, tmp_path):
     options = {**SHORT, "data.max_samples": 16, "eval.dataset": None, "reflogp.model": other}
     ranks, _ = train(CACHED, tmp_path, {**options, "reflogp.store": tmp_path / "store", "reflogp.on_miss": "run"}, check=False)
     assert [seen["error"] for seen in ranks] == ["StepZeroError", "StepZeroError"]
-    assert all("differ from the joined reference log-probs" in seen["words"] for seen in ranks)
+    assert all("differ from this run's reference log-probs" in seen["words"] for seen in ranks)
     assert report(tmp_path)["verdict"] == "failed"
 
 

@@ -94,7 +94,7 @@ def test_logs_that_are_too_rare(run, tmp_path, caplog):
         rare.step(number)
     rare.audit.end()
     [words] = rare.audit.findings["schedule"]
-    assert "no logging at step 1, 2, 3, 5, 6, …: the settings say logging_strategy='steps', logging_steps=1" in words
+    assert "no logging at step 1, 2, 3, 5, 6, …: this run has logging_strategy='steps', logging_steps=1" in words
     assert "no logging at step 1, 2" in caplog.text
     assert verdict(tmp_path) == "warned"
 
@@ -152,7 +152,7 @@ def test_a_model_that_runs_in_the_references_part(run, model, reference_folder):
 def test_a_first_batch_that_differs(run, model, tmp_path):
     audit = run().audit
     audit.saw_first_batch([4, 1e-4, 1e-5, 0.0, 0], model)
-    with pytest.raises(StepZeroError, match=r"differ from the joined reference log-probs by up to 0\.5 nats"):
+    with pytest.raises(StepZeroError, match=r"differ from this run's reference log-probs by up to 0\.5 nats"):
         audit.saw_first_batch([4, 0.5, 0.1, -1.2, 0], model)
     assert verdict(tmp_path) == "failed"
 

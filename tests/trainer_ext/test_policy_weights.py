@@ -188,7 +188,7 @@ class TestAPolicyThatIsNotFinite:
         trainer.train()
         written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
         assert written["verdict"] == "warned"
-        assert "differ from the joined reference log-probs" not in caplog.text
+        assert "differ from this run's reference log-probs" not in caplog.text
         assert "imply a mean reference log-prob of nan" not in caplog.text
         return written["findings"]
 

@@ -85,7 +85,7 @@ def test_a_jobs_result_and_a_joined_file_are_sources(
         cached_trainer({"reference": ReferenceSource(joined, reference_id="00" * 16)}, max_length=220)
     other = tmp_path / "other.parquet"
     dataset.to_parquet(other)
-    with pytest.raises(UsageError, match="not a Parquet file that `reflogp join`"):
+    with pytest.raises(UsageError, match="cannot be read as a Parquet file that `reflogp join`"):
         ReferenceSource(other).open()
 
 

@@ -76,7 +76,7 @@ err = SafeConsole(stderr=True)
 
 def missing_extra(extra: str, error: ImportError) -> ReflogpError:
     """Return the error to raise if a subcommand needs an extra that is not installed."""
-    return ReflogpError(f"this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})")
+    return ReflogpError(f"this command needs reflogp[{extra}]: pip install 'reflogp[{extra}]' ({error})")
 
 
 def print_dropped(rows: int) -> None:

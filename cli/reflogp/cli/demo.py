@@ -94,8 +94,8 @@ def demo(
         trainer = _train(CachedDPOTrainer, source, model, data_file, folder / "run", rows, steps)
     gate = trainer.audit.step_zero
     out.print(
-        f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
-        f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
+        f"   step_zero check: policy and stored reference differ by at most {gate.max_difference:.2g} nats in each of "
+        f"{gate.sequences} sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
     out.print(f"   language models that ran during training: {len(ran)} (the policy and {len(ran) - 1} reference models)")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -24,9 +24,9 @@ from reflogp.store.texts import visible
 
 #: Extras that this command checks, and what each one is for. `_vllm` checks the extra `vllm`.
 _EXTRAS = {
-    "service": "score, serve, join",
+    "service": "score, serve or join",
     "trainer": "train with TRL",
-    "ray": 'score --ray, serve with executor = "ray"',
+    "ray": 'score with --ray, or serve with executor = "ray"',
     "openrlhf": "train with OpenRLHF",
 }
 _COLORS = {"ok": "green", "note": "yellow", "broken": "red"}
@@ -100,10 +100,10 @@ def _installation() -> Iterator[Finding]:
             said = ", ".join(f"{name} {version(name)} does not satisfy {wrong[name].specifier}" for name in wrong)
             yield Finding(extra, "broken", said, command)
         elif missing:
-            said = f"not installed ({purpose}): {', '.join(missing)} missing"
+            said = f"not installed (needed to {purpose}): {', '.join(missing)} missing"
             yield Finding(extra, "note", said, f"pip install 'reflogp[{extra}]'")
         else:
-            yield Finding(extra, "ok", f"installed ({purpose})")
+            yield Finding(extra, "ok", f"installed (needed to {purpose})")
     yield _vllm()
 
 
@@ -188,7 +188,7 @@ def _model(model: str) -> Iterator[Finding]:
             "model",
             "note",
             f"the weights do not fit on one device (the device with the most free memory has {room / 2**30:.0f} GiB free)",
-            "reflogp score --engine vllm --tensor-parallel N",
+            "split the model over N GPUs: reflogp score --engine vllm --tensor-parallel N",
         )
 
 
@@ -228,7 +228,7 @@ def _store(uri: str) -> Iterator[Finding]:
     if not references:
         yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` creates a store there")
         return
-    names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
+    names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5]) + ", …" * (len(references) > 5)
     yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
 
 
@@ -239,18 +239,19 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
         health = httpx.get(f"{base}/healthz", timeout=10)
         answer = httpx.get(f"{base}/v1/references", headers=headers, timeout=30)
     except httpx.HTTPError as error:
-        start = "start a service: reflogp serve --store URI --model NAME=PATH"
+        start = "check --url (http://HOST:PORT), or start a service: reflogp serve --store URI --model NAME=PATH"
         yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
         return
     if health.status_code != 200:
         yield Finding(
             "service",
             "broken",
-            f"{url} returned status {health.status_code} for /healthz; check that --url is the address of a reflogp service",
+            f"{url} returned status {health.status_code} for /healthz; check that --url is the address of a reflogp service, "
+            "with a host name that the service accepts (setting allowed_hosts)",
         )
     elif answer.status_code in (401, 403):
-        said = f"{url} does not accept the token" if token else f"{url} requires a token"
-        advice = "pass one of the service's tokens with --token or REFLOGP_TOKEN; `reflogp token` creates tokens"
+        said = f"{url} does not accept the token for /v1/references" if token else f"{url} requires a token"
+        advice = "pass a token with the scope `read` in --token or REFLOGP_TOKEN; `reflogp token` creates tokens"
         yield Finding("service", "broken", said, advice)
     elif answer.status_code != 200:
         yield Finding(

@@ -59,7 +59,7 @@ def join(
     if as_json:
         print_json(summary.as_dict())
     else:
-        where = f"written to {output}" if summary.written else f"have values, so {output} was not written"
+        where = f"written to {output}" if summary.written else f"could be joined, so {output} was not written"
         out.print(f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})")
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)

@@ -61,8 +61,8 @@ def report(
             if finding["kind"] in ("fix", "check"):
                 out.print(f"{finding['kind']}: {finding['text']}")
         out.print(
-            f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values in "
-            f"{counted(summary.rows, 'row')}; snapshot {summary.snapshot})"
+            f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values, "
+            f"from {counted(summary.rows, 'row')}; snapshot {summary.snapshot})"
         )
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)

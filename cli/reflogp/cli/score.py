@@ -108,8 +108,8 @@ def score(
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
         raise UsageError(
-            "--engine remote cannot be combined with --ray, because the server computes the values; omit --ray, and use "
-            "--concurrency to limit concurrent requests"
+            "--engine remote cannot be combined with --ray, because the server computes the values; omit --ray, and set "
+            "the number of concurrent requests with --concurrency"
         )
     opened = Store(arguments.store)
     rows = open_rows(arguments)
@@ -155,7 +155,10 @@ def _require_weights(model: str, revision: str | None) -> None:
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
-        raise UsageError(f"{error}; if the weights are on another machine, name the reference with --claim ID|FILE") from error
+        raise UsageError(
+            f"{error}; if the weights are on another machine, name the reference with --claim: its id in the store, or a file "
+            "with the output of `reflogp reference` on that machine"
+        ) from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:

@@ -104,7 +104,7 @@ def token(
         raise missing_extra("service", error) from error
     scopes = scope or ["read", "score"]
     if unknown := sorted(set(scopes) - set(SCOPES)):
-        raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")
+        raise UsageError(f"--scope {unknown[0]}: unknown scope; choose from {', '.join(SCOPES)}")
     secret, digest = new_token()
     err.print("the token (it will not be shown again):")
     out.print(secret)

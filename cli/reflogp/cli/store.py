@@ -109,7 +109,7 @@ def verify_(
             rows_now = table_now.totals()[1]
             err.print(
                 f"repaired {name}: snapshot {table_now.snapshot_number()} has {counted(rows_now, 'row')}; "
-                "run `reflogp score` to score the dropped rows again"
+                "if rows were dropped, run `reflogp score` to score them again"
             )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
@@ -138,7 +138,7 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
     def work(table: LogprobTable) -> dict[str, Any]:
         with progress_bar(f"compacting {table.reference.name}") as bar:
             done = compact(table, progress=bar.hashed)
-        result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
+        result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows rewritten"
         if not done.won:
             result = "another process has already compacted the same shards"
         if not as_json:

@@ -45,7 +45,7 @@ class RowsWithoutValuesError(ReflogpError):
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
         super().__init__(
             f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
-            "for every row of the dataset: score these rows or remove them from the dataset, then write the file again"
+            "for every row of the dataset: score these rows or remove them from the dataset, then join the dataset again"
         )
         self.reasons = dict(sorted(reasons.items()))
         self.rows = rows

@@ -84,7 +84,7 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
         raise UsageError(
             f"{path} is a folder, but only single files can be uploaded: use the path of a file in the folder,"
             " or a path on the service's machine (ServicePath, --on-service)."
-            " For a dataset with this name on the Hugging Face Hub, use hf://datasets/ORGANISATION/NAME"
+            " For a dataset with this name on the Hugging Face Hub, use hf://datasets/ORGANISATION/NAME (in Python: ServiceUri)"
         )
     if not found.is_file():
         elsewhere = "; use ServiceUri for a dataset that the service downloads" if "://" in str(path) else ""

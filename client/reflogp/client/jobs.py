@@ -86,7 +86,8 @@ def check_settings(settings: JobSettings) -> None:
     """
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
         raise TypeError(
-            f"unknown job setting {', '.join(sorted(unknown))}; choose from {', '.join(JobSettings.__annotations__)}"
+            f"unknown job setting{'s' * (len(unknown) > 1)} {', '.join(sorted(unknown))}; "
+            f"choose from {', '.join(JobSettings.__annotations__)}"
         )
 
 

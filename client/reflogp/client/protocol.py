@@ -129,7 +129,7 @@ class Lookup:
 
     def __repr__(self) -> str:
         found = f"{int((self.lengths >= 0).sum()):,} of {counted(len(self.lengths), 'key')}"
-        return short_repr("Lookup", f"{found} in snapshot {self.snapshot} of reference {self.reference_id}")
+        return short_repr("Lookup", f"{found} found in snapshot {self.snapshot} of reference {self.reference_id}")
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def failure(url: str, answer: Outcome) -> ServiceError:
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
     shown = hide_secrets(url)
-    error = ServiceUnreachableError(f"{shown} is not responding ({said}); run `reflogp doctor --url {shown}` to diagnose it")
+    error = ServiceUnreachableError(f"the request to {shown} failed ({said}); run `reflogp doctor --url {shown}` to see why")
     error.__cause__ = answer
     return error
 

@@ -73,7 +73,7 @@ def places(
     for name in names:
         if name.startswith("cuda:") and int(name[5:]) >= count:
             instead = f"the highest number is {count - 1}" if count else "use cpu"
-            raise UsageError(f"device {name}: this machine has {counted(count, 'GPU')}; {instead}")
+            raise UsageError(f"device {name}: torch detects {counted(count, 'GPU')}; {instead}")
     if not chooses_itself and gpus_each == 1:
         return [Place(name, name) for name in names]
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
@@ -112,7 +112,7 @@ def gpus_in_a_child() -> int:
 
 
 def _not_counted(reason: str) -> UsageError:
-    return UsageError(f"this machine's GPUs could not be counted ({reason}); name the devices, such as cuda:0,cuda:1 or cpu")
+    return UsageError(f"this machine's GPUs could not be counted ({reason}); use 'cuda' or 'cpu', which need no count")
 
 
 def _visible(group: Sequence[str], count: int) -> str:

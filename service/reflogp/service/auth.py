@@ -140,7 +140,10 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
             else:
                 detail = "the bearer token is unknown"
             raise Problem(
-                401, detail, "send the header Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'}
+                401,
+                detail,
+                "send the header Authorization: Bearer TOKEN with one of the service's tokens",
+                {"WWW-Authenticate": 'Bearer realm="reflogp"'},
             )
         require_scope(known, scope)
         request.state.token = known

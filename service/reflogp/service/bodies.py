@@ -27,6 +27,7 @@ from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_c
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
 from reflogp.store.schema import ARROW_STREAM, one_array, stream_buffer
 from reflogp.store.snapshot import QUESTION
+from reflogp.store.texts import counted
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -34,7 +35,7 @@ JSON = "application/json"
 
 #: JSON bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
-_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or send less data per request"
+_SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
 
 #: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
 #: after the first _SLOW_START_SECONDS. A slower sender would tie up reserved memory for too long.
@@ -215,7 +216,9 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
     except pa.ArrowException as error:
         raise _not_arrow("keys", error) from error
     if keys.null_count:
-        raise Problem(422, f"{keys.null_count} keys are null", f"send {KEY_BYTES} bytes for each key")
+        raise Problem(
+            422, f"the stream contains {counted(keys.null_count, 'null key')}", f"send {KEY_BYTES} bytes for each key"
+        )
     return keys
 
 

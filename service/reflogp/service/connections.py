@@ -117,7 +117,8 @@ class BoundedProtocol(H11Protocol):
     def _answer_not_read(self) -> None:
         self._answer_timer = None
         logger.info(
-            "closing a connection: the client has not read its response for %.0f seconds", self.config.answer_idle_seconds
+            "closing a connection: the client has read too little of its response in the last %.0f seconds",
+            self.config.answer_idle_seconds,
         )
         self.transport.abort()
 

@@ -119,14 +119,13 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
         if _repository(parsed) is None:
             _suffix(parsed)
             if config is not None:
-                raise ValueError(
-                    "a config can be specified only for a whole dataset on the Hub (hf://datasets/ORGANISATION/NAME)"
-                )
+                raise ValueError("a config can be specified only for a whole dataset on the Hub")
     except ValueError as error:
         raise Problem(
             422,
             f"the URI cannot be fetched: {error}",
-            "use a URI such as https://host/folder/file.jsonl, and specify a config only for a whole dataset on the Hub",
+            "use the URI of a file (https://host/folder/file.jsonl) without a config, or the URI of a whole dataset on the Hub"
+            " (hf://datasets/ORGANISATION/NAME)",
         ) from error
     try:
         trusted = _admit(parsed, settings)
@@ -226,7 +225,7 @@ def _parse(uri: str) -> _Uri:
 
 def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if "@" in authority:
-        raise ValueError("the URI contains a user name")
+        raise ValueError("the URI contains a user name or password")
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
     if not found or int(found[2] or 1) > 65535:
         raise ValueError("the host and port cannot be parsed")
@@ -259,7 +258,7 @@ def _suffix(uri: _Uri) -> str:
     """
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(f"the URI has no host, or its path does not end in {SUFFIXES_IN_WORDS}")
+        raise ValueError(f"the URI has no host or bucket, or its path does not end in {SUFFIXES_IN_WORDS}")
     if uri.scheme == _HUB:
         _hub_file(uri)
     return suffix
@@ -440,7 +439,7 @@ def _redirected(uri: _Uri, location: str, settings: ServerSettings) -> tuple[_Ur
     except ValueError as error:
         raise ValueError(f"the server redirects to a URI that cannot be fetched: {error}") from error
     if not location or target.scheme not in _PORTS or not target.host:
-        raise ValueError("the redirect does not lead to an http or https URI")
+        raise ValueError("the server's redirect does not lead to an http or https URI")
     try:
         return target, _admit(target, settings)
     except ValueError as error:

@@ -320,7 +320,7 @@ class LedgerFile:
         First write the content of the deleted log into the database, because a crash would lose this content. Then open a new
         connection, which creates a new write-ahead log.
         """
-        logger.warning("the write-ahead log of %s was deleted while the service was running", self._file.name)
+        logger.warning("the -wal or -shm file of %s was deleted while the service was running", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()
         self._db = self._connect("rw")
@@ -334,7 +334,7 @@ def damaged_ledger(file: Path, what: str) -> str:
         f" another folder, and run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there; then, in the state folder,"
         f" replace {file.name} with recovered.sqlite, delete {file.name}-wal if it exists, and start the service; if recovery"
         f" fails, move {file.name} and {file.name}-wal out of the state folder, start the service, and submit the jobs again:"
-        " their values are in the store"
+        " values that are already in the store are not scored again"
     )
 
 

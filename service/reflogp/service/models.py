@@ -63,7 +63,7 @@ class DatasetSpec(BaseModel):
     config: str | None = Field(
         None,
         max_length=200,
-        description="Config (subset) of hf://datasets/ORGANISATION/NAME. If None, the default config is used.",
+        description="Config (subset) of hf://datasets/ORGANISATION/NAME. If null, the default config is used.",
     )
 
     @model_validator(mode="after")
@@ -83,13 +83,13 @@ class JobSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
     format: Literal["preference", "kto", "tokens"] | None = Field(
-        None, description="Format of the rows. If None, the format is detected from the columns."
+        None, description="Format of the rows. If null, the format is detected from the columns."
     )
     max_length: int | None = Field(
         None,
         ge=1,
         le=2**31 - 1,
-        description="Maximum total number of tokens in a prompt and its completion. Longer sequences are truncated. If None,"
+        description="Maximum total number of tokens in a prompt and its completion. Longer sequences are truncated. If null,"
         " there is no maximum.",
     )
     truncation_mode: TruncationMode = Field(
@@ -100,7 +100,7 @@ class JobSettings(BaseModel):
         ge=0,
         le=1,
         description="LD-DPO weight for the log-prob sums in the result. In a pair's longer completion, the log-probs of all"
-        " tokens beyond the length of the shorter completion are multiplied by this weight. If None, no weight is applied.",
+        " tokens beyond the length of the shorter completion are multiplied by this weight. If null, no weight is applied.",
     )
     priority: int = Field(
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
@@ -143,7 +143,7 @@ class JobProgress(BaseModel):
     )
     seconds: float = Field(0.0, description="Seconds since the latest attempt began.")
     seconds_left: float | None = Field(
-        None, description="Estimated seconds until the job is done, or None if there is no estimate yet."
+        None, description="Estimated seconds until the job is done, or null if there is no estimate yet."
     )
 
 
@@ -154,7 +154,7 @@ class Job(BaseModel):
     state: JobState = Field(description="State of the job: `queued`, `running`, `done`, `failed` or `cancelled`.")
     settings: JobSettings = Field(description="Settings that the job was submitted with.")
     dataset: DatasetSpec | None = Field(
-        description="Dataset of the job. None unless the caller's token has the scope `read` or submitted the job."
+        description="Dataset of the job; null unless the caller's token has the scope `read` or submitted the job."
     )
     reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and dtypes.")
     submitted_by: str = Field(

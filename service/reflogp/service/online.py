@@ -187,7 +187,7 @@ class OnlineScoring:
                     Problem(
                         500,
                         f"workers died while scoring this request: {reason}",
-                        "report this error and attach the service's log",
+                        "ask an administrator to check the service's log",
                     ),
                 )
             elif worker.broken:

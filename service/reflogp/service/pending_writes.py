@@ -166,6 +166,6 @@ class PendingWrites:
             try:
                 write.then(result)
             except Exception:
-                logger.exception("a callback failed after a write to the job ledger", extra={"job": job})
+                logger.exception("an unexpected error occurred after a write to the job ledger", extra={"job": job})
         del self._writes[job]
         return True

@@ -402,7 +402,7 @@ class Precompute:
 
         def recorded(deaths: int | None) -> None:  # None: the write failed with an unexpected error, which was logged
             if deaths is not None and deaths >= _DEATHS:
-                self._ended(job, "failed", f"{deaths} workers died in a row", True)
+                self._ended(job, "failed", f"{deaths} workers died in a row without making progress on the job", True)
             else:
                 self._notify(job)
 

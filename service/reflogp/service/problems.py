@@ -31,12 +31,12 @@ MEDIA_TYPE = "application/problem+json"
 
 #: (Error class, HTTP status, next step). The first entry whose class matches the error is used.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
-    (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
+    (ReferenceNotFoundError, 404, "GET /v1/references lists all references, and how many sequences are stored for each"),
     (SnapshotNotFoundError, 404, "omit the snapshot number to read the latest snapshot"),
     (LedgerDamagedError, 503, "ask an administrator to repair the ledger with the steps listed in this error"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
-    (DamagedStoreError, 503, "ask an administrator to repair the store with `reflogp store verify --repair`"),
+    (DamagedStoreError, 503, "ask an administrator to repair the store as described in this error"),
     (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
 #: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.
@@ -46,7 +46,7 @@ _LEDGER_SECONDS = "5"
 class ProblemBody(BaseModel):
     """The body of an error response: a problem in RFC 9457 format."""
 
-    type: str = Field(default="about:blank", description="Always `about:blank`: problems have no types apart from `status`.")
+    type: str = Field(default="about:blank", description="Always `about:blank`: problems are classified only by `status`.")
     title: str = Field(description="Name of the HTTP status.")
     status: int
     detail: str = Field(description="Cause of the problem.")

@@ -135,7 +135,7 @@ class RayProcess:
         await self._tasks[1]
         self._tasks[0].cancel()
         try:
-            return self._lost or exit_reason(await self._relay.wait.remote(), "Ray's logs on its node")
+            return self._lost or exit_reason(await self._relay.wait.remote(), "Ray's logs on the worker's node")
         except RayError as error:
             return reason_of(error)
         finally:

@@ -234,7 +234,7 @@ def reservation_of(request: Request) -> Reservation:
 def _busy() -> Problem:
     return Problem(
         503,
-        "other requests are using all the memory that is available for requests",
+        "other requests are using the memory that this request needs",
         "try again later, or send less data per request",
         {"Retry-After": str(_RETRY_SECONDS)},
     )

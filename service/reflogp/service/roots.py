@@ -72,7 +72,7 @@ def _checked(path: str) -> PurePosixPath:
     if any(ord(ch) < 32 or ord(ch) == 127 or 0xD800 <= ord(ch) <= 0xDFFF for ch in path):
         raise Problem(422, "the path contains control characters", "send the path without control characters")
     if not path.startswith("/") or path.startswith("//"):
-        raise Problem(422, "the path is not absolute", "start the path with a single slash")
+        raise Problem(422, "the path does not start with a single slash", "send an absolute path such as /data/pairs.jsonl")
     parts = path.split("/")
     if ".." in parts:
         raise Problem(422, "the path contains '..'", "send the path without '..'")

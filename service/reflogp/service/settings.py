@@ -204,7 +204,8 @@ class ServerSettings(BaseSettings):
         min_length=1,
         description="Devices to use, each with one worker process: `all` (every GPU, or the CPU if there is no GPU), `auto` "
         "(one device, which the engine chooses), `cpu`, `cuda:0`, … With tensor_parallel = N, there is one worker for every N "
-        "GPUs. Workers without a job of their own help with a running job.",
+        "GPUs. If all references have the engine `remote`, `all` means `auto`. Workers without a job of their own help with a "
+        "running job.",
     )
     executor: Literal["local", "ray"] = Field(
         "local", description="Where workers run: `local` (on this machine) or `ray` (on a Ray cluster)."
@@ -217,7 +218,8 @@ class ServerSettings(BaseSettings):
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="Number of workers on Ray. Default: one per GPU in the cluster, or one per CPU if the workers use no GPUs.",
+        description="Number of workers on Ray. Default: one per GPU in the cluster (with tensor_parallel = N, one for every N "
+        "GPUs), or one per CPU if the workers use no GPUs.",
     )
     token_budget: int | Literal["auto"] = Field(
         "auto", description="Maximum number of tokens in one forward pass; auto chooses a number based on free memory."

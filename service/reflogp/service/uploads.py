@@ -38,7 +38,8 @@ _LEAST_BYTES = 4 << 10
 #: Time for which a file is kept after it was received or returned by `resolve`, because the job that will use the file may not
 #: be in the ledger yet.
 _GRACE = timedelta(minutes=10)
-_MAKE_ROOM = "delete uploads that you no longer need (DELETE /v1/uploads/NAME); freeing their space may take ten minutes"
+_DELETE_SOME = "delete uploads that you no longer need (DELETE /v1/uploads/NAME)"
+_MAKE_ROOM = f"{_DELETE_SOME}; freeing their space may take ten minutes"
 
 
 class UploadFolder:
@@ -259,7 +260,7 @@ class UploadFolder:
         with self._lock:
             created = self._ledger.upload(name) is None
             if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
-                raise Problem(507, f"there are already {self._settings.max_uploads:,} uploads", _MAKE_ROOM)
+                raise Problem(507, f"there are already {self._settings.max_uploads:,} uploads", _DELETE_SOME)
             self._ledger.put_upload(name, content_name, size, sha256)
             return self.get(name), created
 

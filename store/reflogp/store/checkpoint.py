@@ -142,7 +142,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UsageError(
-            f"model {model!r} is neither a local folder nor a hub model that can be reached ({type(error).__name__})"
+            f"model {model!r} is neither a local folder nor a hub model that can be downloaded ({type(error).__name__})"
         ) from error
 
 

@@ -27,6 +27,7 @@ from reflogp.store.schema import SCHEMA
 from reflogp.store.shard import Shard, ShardDamageError, longest_of_each_key
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import counted
 
 #: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory, plus a row group per shard.
 SHARD_BYTES = 128 << 20
@@ -244,8 +245,8 @@ def vacuum(
         ahead = table.committed_at() - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
-                f"the last commit is {ahead / 60:,.0f} minutes ahead of this machine's clock, so nothing was deleted: check "
-                "the clocks of this machine and of the machine that made the commit"
+                f"the last commit is {counted(round(ahead / 60), 'minute')} ahead of this machine's clock, so nothing was "
+                "deleted: check the clocks of this machine and of the machine that made the commit"
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)

@@ -118,7 +118,7 @@ class OpenFile:
         except OSError:
             same = False
         if not same:
-            raise FileChangedError(f"{self.path} was changed or replaced while it was being read; run again")
+            raise FileChangedError(f"{self.path} was changed, replaced or deleted while it was being read; run again")
 
 
 class OpenFiles:

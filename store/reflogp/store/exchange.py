@@ -30,7 +30,7 @@ from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
-from reflogp.store.texts import shortened
+from reflogp.store.texts import counted, shortened
 
 README_FILE, CONTENTS_FILE, _DATA = "README.md", "contents.json", "data"
 DATA_FILE = re.compile(rf"{_DATA}/part-[0-9]{{5,}}\.parquet")
@@ -177,7 +177,7 @@ def export_table(
         partial.replace(target)
     except ShardDamageError as error:
         raise DamagedStoreError(
-            f"a shard is damaged ({error}). Before the export, repair the table: {repair_command(table.uri)}"
+            f"a shard is damaged ({error}). Before an export or a push, repair the table: {repair_command(table.uri)}"
         ) from error
     except STORAGE_ERRORS as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
@@ -298,7 +298,7 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
         about = _parsed(provenance) or {}
         engine = str(about.get("engine", "unknown"))
         engines[f"{engine} {about.get(engine, '')}".strip()] += count
-    computed = ", ".join(f"{engine} ({count:,} sequences)" for engine, count in engines.most_common())
+    computed = ", ".join(f"{engine} ({counted(count, 'sequence')})" for engine, count in engines.most_common())
     return f"""---
 configs:
 - config_name: default

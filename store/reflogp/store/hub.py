@@ -363,7 +363,7 @@ class _Repository:
                 folder_path=folder,
                 ignore_patterns=[README_FILE] if card_is_theirs else None,
                 delete_patterns=sorted((set(before) - set(ours.data)) & self._sha256.keys()) or None,
-                commit_message=f"{ours.rows:,} sequences of reference {ours.reference_id}",
+                commit_message=f"{counted(ours.rows, 'sequence')} of reference {ours.reference_id}",
                 parent_commit=self.commit,
             )
         self.commit = str(done.oid)
@@ -392,13 +392,13 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
     if lacking:
         raise UsageError(
             f"{repository.place} has values of {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store "
-            f"lacks: run `reflogp store pull {store} {repository.place}` first, or overwrite the repository's values with "
-            "--replace"
+            f"lacks: run `reflogp store pull {store} {repository.place}`, then push the latest snapshot, or overwrite the "
+            "repository's values with --replace"
         )
 
 
 def _damaged(place: HubPlace, problem: object) -> UsageError:
-    return UsageError(f"{place} is damaged: {problem}; `reflogp store push --replace` repairs it")
+    return UsageError(f"{place} is damaged: {problem}; to repair it, push its values again with `reflogp store push --replace`")
 
 
 def _api() -> HfApi:

@@ -234,8 +234,8 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError(
-            "ld_alpha needs the lengths of both completions of a pair: provide the columns chosen_ids and rejected_ids, "
-            "or omit ld_alpha"
+            "ld_alpha is only for pairs, but these rows are not pairs: omit ld_alpha, or use rows with a chosen and a "
+            "rejected completion"
         )
 
 

@@ -118,7 +118,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
     """
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
     if len(prompts) != len(completions):
-        raise UsageError(f"{len(prompts)} prompts but {len(completions)} completions")
+        raise UsageError(f"{counted(len(prompts), 'prompt')} but {counted(len(completions), 'completion')}")
     prompt_bytes, prompt_at = _little_endian(prompts)
     completion_bytes, completion_at = _little_endian(completions)
     out = bytearray()

@@ -158,7 +158,7 @@ def check_format(number: int) -> None:
     """Raise StoreFormatError if this version of reflogp is too old to read a store with this format number."""
     if number > FORMAT:
         raise StoreFormatError(
-            f"the store has format {number}, but this version of reflogp reads only formats up to {FORMAT}: upgrade reflogp"
+            f"store format {number} is too new for this version of reflogp, which reads formats up to {FORMAT}: upgrade reflogp"
         )
 
 
@@ -393,7 +393,10 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
     if dtype == "checkpoint":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in get_args(Dtype):
-        raise UsageError(f"dtype {dtype!r}: use one of {', '.join(map(repr, get_args(Dtype)))} or 'checkpoint'")
+        raise UsageError(
+            f"dtype {dtype!r} is not supported: use one of {', '.join(map(repr, get_args(Dtype)))}, or 'checkpoint' if "
+            "config.json names one of these dtypes"
+        )
     return cast(Dtype, dtype)
 
 

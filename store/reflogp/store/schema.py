@@ -14,6 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from reflogp.store.texts import counted
+
 #: Number of the store format (docs/store-format.md). A store with a higher number is refused.
 FORMAT = 1
 
@@ -82,7 +84,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 def problem_of_rows(rows: pa.Table) -> str | None:
     """Return the reason why a table's rows cannot be stored in a shard, or None if they are valid."""
     if not rows.schema.equals(SCHEMA):
-        return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
+        return f"columns have wrong names or types: got {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
         return "a value is null"
     if not pc.all(pc.equal(pc.binary_length(rows["key"]), 16), min_count=0).as_py():
@@ -90,7 +92,7 @@ def problem_of_rows(rows: pa.Table) -> str | None:
     lists = one_array(rows["token_logps"])
     values: npt.NDArray[Any] = lists.flatten().to_numpy(zero_copy_only=False)
     if not np.isfinite(values).all():
-        return f"{np.count_nonzero(~np.isfinite(values))} values are not finite"
+        return f"the rows contain {counted(int(np.count_nonzero(~np.isfinite(values))), 'non-finite value')}"
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
     if (lengths != rows["scored_len"].to_numpy()).any():
         return "a row's scored_len is not the number of its token_logps"

@@ -289,8 +289,9 @@ class Snapshot:
         if path not in self.damaged:
             self.damaged[path] = str(error)
             warnings.warn(
-                f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                f"missing. To remove the shard, run `{self.repair_command()}`; then score the same data again",
+                f"shard {path} of reference {self.reference_id} is damaged ({error}): lookups treat its "
+                f"{counted(self.rows_of[path], 'row')} as missing. To remove the shard, run `{self.repair_command()}`; then "
+                "score the same data again",
                 StoreDamageWarning,
                 stacklevel=2,
             )

@@ -274,7 +274,8 @@ def require_usable(rows: int, name: str, join: Join, values: Values, first: int 
     if len(unusable):
         raise UnusableLogpsError(
             f"{len(unusable)} of {rows} rows of {name} have reference log-probs that are damaged or not finite (rows "
-            f"{some_rows(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
+            f"{some_rows(unusable)}) in {values.where.store}; run `reflogp store verify` on the store from which these values "
+            "come",
             [int(row) for row in unusable],
         )
 

@@ -201,12 +201,12 @@ class RemoteReference(ReferenceDuringTraining):
         head = "float32" if float32_head else dtype
         if (has.dtype, has.lm_head_dtype) == (dtype, head):
             return
-        extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
         raise UsageError(
             f"{self.where.store} runs {has.name or has.reference_id} in {has.dtype} (output layer: {has.lm_head_dtype}), "
             f"but the policy runs in {dtype} (output layer: {head}): their log-probs would differ even at the first step. "
-            f'Set dtype = "{dtype}"{extra} for the model in the service\'s settings ([references.NAME]), '
-            f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept the difference"
+            f'Set dtype = "{dtype}" and lm_head_dtype = "{head}" for the model in the service\'s settings '
+            f"([references.NAME]), change the policy's dtypes to the service's ({how_to_compute_in(has.dtype)}; GRPO's "
+            "cast_lm_head_to_fp32=True makes the output layer float32), or pass step_zero_tolerance= to accept the difference"
         )
 
     def begin(self, batch: PaddedBatch) -> None:

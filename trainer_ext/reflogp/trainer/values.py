@@ -298,7 +298,7 @@ class FileValues:
             raise UsageError(f"there is no file {location}") from error
         except (KeyError, ValueError, TypeError, OSError) as error:
             raise UsageError(
-                f"{location} is not a Parquet file that `reflogp join` or a service's job wrote: {error!r}"
+                f"{location} cannot be read as a Parquet file that `reflogp join` or a service's job wrote: {error!r}"
             ) from error
         if reference_id not in (None, values.where.reference_id):
             raise UsageError(f"{location} contains values of reference {values.where.reference_id}, not {reference_id}")
@@ -316,8 +316,8 @@ class FileValues:
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
             raise UsageError(
-                f"{self.where.store} has no column {', '.join(missing_columns)}, so it was not made for this run's "
-                "type of dataset: run `reflogp join` on the dataset of this run"
+                f"{self.where.store} lacks columns that this run's type of dataset needs ({', '.join(missing_columns)}): run "
+                "`reflogp join` on the dataset of this run"
             )
         sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
         there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])

@@ -71,8 +71,8 @@ class JoinedPairs:
         """
         if self.max_length is not None:
             raise UsageError(
-                f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; join the dataset again without "
-                "--max-length"
+                f"{self.file} was joined with max_length {self.max_length}, but {stack} {why}; run `reflogp join` or "
+                "`reflogp submit` again without --max-length"
             )
 
 
@@ -95,7 +95,7 @@ def read_pairs(file: Path) -> JoinedPairs:
     except FileNotFoundError as error:
         raise UsageError(f"there is no file {file}") from error
     except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
-        raise UsageError(f"{file} was not written by `reflogp join` or `reflogp jobs result`: {error!r}") from error
+        raise UsageError(f"{file} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
         raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
     is_result = ROW_COLUMN not in names and "error" in names
@@ -106,8 +106,8 @@ def read_pairs(file: Path) -> JoinedPairs:
         raise UsageError(f"{file} lacks {', '.join(lacking)}; write the file again with this version of reflogp")
     if ld_alpha is not None:
         raise UsageError(
-            f"{file} was joined with ld_alpha {ld_alpha}, but exports need sums in which every token has the weight 1; join "
-            "the dataset again without --ld-alpha"
+            f"{file} was joined with ld_alpha {ld_alpha}, but exports need sums in which every token has the weight 1; run "
+            "`reflogp join` or `reflogp submit` again without --ld-alpha"
         )
     with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])

@@ -51,7 +51,7 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
         raise UsageError(
             f"{pairs.file} was joined with truncation_mode {pairs.truncation_mode}, but open-instruct keeps the start of each "
-            "sequence; join the dataset again with --truncation-mode keep_start"
+            "sequence; run `reflogp join` or `reflogp submit` again with --truncation-mode keep_start"
         )
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
     tensors = {
@@ -68,7 +68,7 @@ def _means(pairs: JoinedPairs, logps: npt.NDArray[np.float32], tokens: npt.NDArr
     empty = np.flatnonzero(tokens == 0)
     if len(empty):
         raise UsageError(
-            f"{pairs.file} has completions without tokens ({named_rows(empty)}), so there is no mean over tokens; remove "
-            "every row with an empty completion from the dataset, and join the dataset again"
+            f"{pairs.file} has completions without tokens ({named_rows(empty)}), but --loss-type dpo_norm needs means over "
+            "tokens; remove every row with an empty completion from the dataset, and join the dataset again"
         )
     return (logps.astype(np.float64) / tokens).astype(np.float32)

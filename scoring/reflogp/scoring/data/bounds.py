@@ -184,7 +184,7 @@ class _Counted(io.RawIOBase):
 def group_too_large(file: Path, size: int, bounds: ReadBounds) -> DatasetError:
     return DatasetError(
         f"{file}: {size:,} bytes must be read at once, but at most {bounds.group_bytes:,} are allowed; rewrite the file with "
-        "smaller row groups (Parquet) or record batches (Arrow)"
+        "smaller row groups (Parquet), or with smaller record batches and dictionaries (Arrow)"
     )
 
 

@@ -346,7 +346,8 @@ def _entry(root: Path, folder: Sequence[str], name: str) -> Found:
     finally:
         os.close(at.descriptor)
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-        raise PathError("unusable", "the folder contains an entry that is neither a file nor a folder", "remove that entry")
+        text = f"the folder contains an entry that is neither a file nor a folder: {shortened(name)}"
+        raise PathError("unusable", text, "remove that entry")
     return _walk(root, folder, (name,))
 
 

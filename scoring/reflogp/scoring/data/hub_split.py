@@ -171,7 +171,7 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
     if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
         raise DatasetError(
             f"the dataset's metadata sets {', '.join(options)}, but the service does not support options that change how files "
-            "are read: score the dataset with `reflogp score`, or upload the dataset as Parquet"
+            "are read: score the dataset with `reflogp score`, or upload it to the service as a Parquet file"
         )
     paths = [_path(str(url), place) for url in splits[split]]
     if len(paths) > MOST_ENTRIES:

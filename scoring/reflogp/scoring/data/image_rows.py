@@ -36,7 +36,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
     template or the processor fails for the row.
     """
     if "prompt" not in columns:
-        raise RowError("a pair with images needs a prompt column")
+        raise RowError("in a dataset with images, each pair needs a prompt column")
     [example] = examples_of({name: value for name, value in columns.items() if name != "tools"}, "preference", images=True)
     try:
         prompt, *completions = _rendered(example, len(images), tokens.processor)

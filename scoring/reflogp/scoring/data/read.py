@@ -170,7 +170,7 @@ class RowSource:
             except OSError:
                 same = False
             if not same:
-                raise FileChangedError(f"{file} was changed or replaced while it was being read; run again")
+                raise FileChangedError(f"{file} was changed, replaced or deleted while it was being read; run again")
 
     def count(self) -> int:
         """Return the number of rows, including unreadable rows.
@@ -197,7 +197,7 @@ class RowSource:
                 called if the schema is read from metadata.
 
         Raises:
-            DatasetError: a column has values of several types that cannot be combined into one Arrow type.
+            DatasetError: a column's values do not fit a single Arrow type.
         """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
@@ -211,7 +211,9 @@ class RowSource:
                 found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
-                raise DatasetError(f"{self.name}: a column has values of several types: {shortened(str(error))}") from error
+                raise DatasetError(
+                    f"{self.name}: a column's values do not fit a single Arrow type: {shortened(str(error))}"
+                ) from error
         return schemas[0] if schemas else pa.schema([])
 
     def has_column(self, *names: str) -> bool | None:
@@ -350,7 +352,8 @@ def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
     data = [p for p in files if dataset_suffix(p.name) is not None]
     formats = {_file_format(p) for p in data}
     if len(formats) != 1:
-        raise DatasetError(f"{folder} contains {'no data files' if not formats else 'files in several formats'}")
+        several = "files in several formats: leave only one format, or pass a single file"
+        raise DatasetError(f"{folder} contains {'no data files (subfolders are not read)' if not formats else several}")
     return formats.pop(), tuple(data)
 
 
@@ -374,8 +377,10 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
     try:
         loaded = datasets.load_from_disk(data) if form == "folder" else datasets.load_dataset(data, split=split)
     except Exception as error:  # `datasets` raises exceptions of many types if a dataset cannot be loaded
+        saved = "cannot be loaded as a saved dataset"
+        from_hub = "is not a local file or folder, and cannot be loaded from the hub"
         raise DatasetError(
-            f"dataset {data!r} is not a local file and cannot be loaded as a saved dataset or from the hub "
+            f"dataset {data!r} {saved if form == 'folder' else from_hub} "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):

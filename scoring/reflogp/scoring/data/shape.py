@@ -192,7 +192,7 @@ def require_text_and_images(columns: dict[str, Any]) -> None:
     """Raise RowError for a row with columns of video, audio or processed media. Its content parts are not checked."""
     other = media_of({name: value for name, value in columns.items() if name not in (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)})
     if other is not None:
-        raise RowError(f"the row contains more than text and images ({other}), but only these can be scored")
+        raise RowError(f"the row contains more than text and images ({other}), but only text and images can be scored")
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
@@ -215,7 +215,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise RowError(f"tools is not JSON: {error}") from error
     if extra is not None and not isinstance(extra, dict):
-        raise RowError("chat_template_kwargs is not an object")
+        raise RowError("chat_template_kwargs is not a JSON object")
     extra = {name: value for name, value in (extra or {}).items() if value is not None or name not in reserved_kwargs()}
     refused = sorted(set(extra) & reserved_kwargs())
     if refused:

@@ -50,7 +50,7 @@ def connect(address: str | None) -> bool:
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
-        raise UsageError(f"no Ray cluster at {where}: {_first_line(error)} ({hint})") from error
+        raise UsageError(f"cannot connect to a Ray cluster at {where}: {_first_line(error)} ({hint})") from error
     return True
 
 

@@ -97,7 +97,7 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(
-            f"the output {folder} is a file, but a report needs a folder. Use a new or empty folder, or the folder of an "
+            f"the output {folder} is not a folder, but a report needs one. Use a new or empty folder, or the folder of an "
             "earlier report"
         )
     # If an earlier process was killed while it wrote a report, .partial files may remain.

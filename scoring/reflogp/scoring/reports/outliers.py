@@ -117,7 +117,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
         )
     of_one = np.stack([side.lowest[good] / np.minimum(side.sums[good], -1e-9) for side in sides])
     shares = np.where(tokens >= ONE_TOKEN_OF, of_one, 0.0).max(0)
-    rule = f"one token contributes more than {ONE_TOKEN_SHARE:.0%} of the log-prob sum of a completion of at least "
+    rule = f"one token contributes more than {ONE_TOKEN_SHARE:.0%} of the log-prob sum, in a completion of at least "
     rule += f"{ONE_TOKEN_OF} tokens"
     kinds.append(_kind("one token decides", rule, "of the sum", good, shares - ONE_TOKEN_SHARE, shares, shown))
     return [kind for kind in kinds if kind.count]

@@ -205,8 +205,9 @@ def draw_density(name: str, density: Density) -> Markup:
     ]
     parts.append(Markup('<polyline class="line m" points="{}"/>').format(" ".join(points)))
     described = (
-        f"Completions of {_tokens(left)} to {_tokens(right)} tokens, with mean log-probs from {plain(low)} to {plain(high)} "
-        f"nats per token. Rank correlation between length and mean log-prob: {number(density.correlation)}."
+        f"Histogram of completions by length, from {_tokens(left)} to {_tokens(right)} tokens, and by mean log-prob, from "
+        f"{plain(low)} to {plain(high)} nats per token. Rank correlation between length and mean log-prob: "
+        f"{number(density.correlation)}."
     )
     return chart(name, "Mean log-prob per token against length", described, Markup("").join(parts))
 
@@ -232,7 +233,7 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
         "Percentage of rows that are cut or dropped, and percentage of completion tokens that are lost, for max_length from "
-        f"{curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}. Both are zero if the longest row fits."
+        f"{curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}. Both are zero if no sequence is longer than max_length."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
 

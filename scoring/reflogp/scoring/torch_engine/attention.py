@@ -360,7 +360,7 @@ def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
 
 def _cpu_blocks_problem(call: Call) -> str | None:
     if call.query.dtype != torch.bfloat16:
-        return "supports only bfloat16"
+        return "only bfloat16 is supported"
     if call.softcap is not None or call.sinks is not None:
         return "soft caps and attention sinks are not supported"
     if call.both_ways:
@@ -566,7 +566,7 @@ def _varlen_problem(call: Call) -> str | None:
     """Return why the FlashAttention kernels, including the one in torch, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
     if call.query.dtype not in (torch.bfloat16, torch.float16):
-        return "supports only bfloat16 and float16"
+        return "only bfloat16 and float16 are supported"
     if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
         return f"head sizes {size} (keys) and {call.value.shape[-1]} (values) are not supported"
     if call.both_ways:

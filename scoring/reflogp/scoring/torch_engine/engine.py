@@ -269,7 +269,7 @@ class TorchEngine:
                     del waiting[places[0]]
                     problem = (
                         f"the sequence has {unit.tokens} tokens and does not fit in the memory of {self.device}, even when it "
-                        "is scored alone; set a max_length"
+                        "is scored alone; set max_length to a smaller number of tokens"
                     )
                     yield [(places[0], problem)]
                 else:

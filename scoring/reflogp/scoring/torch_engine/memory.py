@@ -126,11 +126,12 @@ def require_room(
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
         half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
-            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; the values are stored under a different reference id)")
+            needs = f"the model then needs {_gib(sum(half))}"
+            ways.append(f"--dtype bfloat16 ({needs}; the values are stored under a different reference id)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if not alone and weights + pass_bytes <= _total_bytes(device):
-        ways.append("end the other processes that use this memory")
+        ways.append("ending the other processes that use this memory")
     raise OutOfMemoryError(
         f"{checkpoint.folder} does not fit in the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
         f"({_gib(weights)} for weights, {_gib(pass_bytes)} for loading or a forward pass), but "

@@ -21,7 +21,7 @@ from reflogp.scoring.torch_engine.load import LoadedModel
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
-from reflogp.store.texts import first_line
+from reflogp.store.texts import counted, first_line
 
 #: Maximum root mean square difference between a path's log-probs and those of ordinary, unpadded passes of the same model in
 #: the same dtype, in nats per token. Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in
@@ -360,7 +360,10 @@ def _packed(
     pack_states(model, layout)
     layers = int(model.config.get_text_config().num_hidden_layers)
     if layout.layers_seen != layers:
-        raise ValueError(f"only {layout.layers_seen} of {layers} layers use transformers' attention interface")
+        raise ValueError(
+            f"the model has {counted(layers, 'layer')}, but it called transformers' attention interface "
+            f"{counted(layout.layers_seen, 'time')}"
+        )
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
         raise ValueError(
             f"the number of layers that use sliding-window or chunked attention is {windows}, "

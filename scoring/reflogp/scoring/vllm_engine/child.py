@@ -204,7 +204,7 @@ class _Running:
         if frame is None or frame[0]["op"] != "ready":
             process.wait()
             listening.join(_LISTEN_SECONDS)
-            reason = frame[0]["error"] if frame is not None else f"the process exited with status {process.returncode}"
+            reason = frame[0]["error"] if frame is not None else f"vLLM's process exited with status {process.returncode}"
             raise _error_of_start(python, reason, list(words))
         self.about = frame[0]
         threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()
@@ -261,7 +261,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
-    return kind(f"vLLM cannot load the model: {reason}{detail}; set REFLOGP_VLLM_LOG=1 to see its log")
+    return kind(f"vLLM cannot load the model: {reason}{detail}; set REFLOGP_VLLM_LOG=1 to see vLLM's log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -252,8 +252,8 @@ class VllmEngine:
                 return f"the sequence has images, but {reason}; use --engine torch"
         if len(sequence) > self._transport.max_tokens:
             return (
-                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; set a "
-                "max_length, or use --engine torch"
+                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; "
+                f"set max_length to at most {self._transport.max_tokens}, or use --engine torch"
             )
         return problem_of(sequence, self.vocab_size, None)
 
@@ -296,7 +296,7 @@ class VllmEngine:
                 deaths += 1
                 if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving needs fewer exits
                     raise EngineError(
-                        f"vLLM exited {deaths} times without returning a value; set REFLOGP_VLLM_LOG=1 to see its log"
+                        f"vLLM exited {deaths} times without returning a value; set REFLOGP_VLLM_LOG=1 to see vLLM's log"
                     ) from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0

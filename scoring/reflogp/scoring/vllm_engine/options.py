@@ -127,8 +127,8 @@ def vllm_options(
     asked = chosen.get("max_model_len", longest)
     if longest is not None and not (isinstance(asked, int) and 0 < asked <= longest):
         raise UsageError(
-            f"with vLLM option max_model_len={asked}, vLLM would compute other rotary embeddings than "
-            f"transformers for short sequences: set it to at most {longest}, or use --engine torch"
+            f"with vLLM option max_model_len={asked}, vLLM's rotary embeddings would differ from those of transformers for "
+            f"short sequences: set the option to a number from 1 to {longest}, or use --engine torch"
         )
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),

@@ -258,7 +258,7 @@ class VllmServer:
             if now - since > self._place.patience_seconds:
                 raise EngineError(
                     f"{self._place.url} has been unreachable or busy for {now - since:.0f} s ({problem}). Values computed so "
-                    "far are kept: run the same command again when the server is back, or wait longer with --patience"
+                    "far are kept: run the same command again when the server is back, or with a larger --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -313,7 +313,10 @@ def check_claim(
     sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
     sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
     if not sequences:
-        raise EngineError("the server accepts none of the sequences that reflogp compares: its maximum length is too small")
+        raise EngineError(
+            "the server's maximum length is too small: the server accepts none of the sequences that reflogp compares; start "
+            "`vllm serve` with a larger --max-model-len"
+        )
     ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
     tolerance = tolerance_of(getattr(torch, reference.dtype), ours)

@@ -228,7 +228,9 @@ class _Pages:
     async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
         if request.method == "POST" and not is_of_own_page(request.headers):
             raise Problem(
-                403, "the form was sent from a page on another site", "open this service's own page and use the form there"
+                403,
+                "the form was not sent from a page of this service",
+                "use the form on the service's page, or the API (see /docs)",
             )
         if not self._tokens:
             return await handler(request, "loopback")

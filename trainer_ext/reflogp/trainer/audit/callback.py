@@ -501,8 +501,8 @@ class ReferenceAudit(TrainerCallback):
             f"{record.where.snapshot}, reference {record.where.reference_id} ({record.where.reference_dtype})"
             for name, record in self._joined.items()
         )
-        state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
-        return f"reflogp audit: {state} ({joined or 'no joins'})"
+        state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "no problems found"
+        return f"reflogp audit: {state} ({joined or 'no joined datasets'})"
 
 
 def _words(check: str, problems: list[str]) -> str:

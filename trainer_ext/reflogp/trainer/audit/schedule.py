@@ -112,7 +112,7 @@ class Schedule:
     def _says(self, event: str) -> str:
         every = self.every.get(event, getattr(self.args, f"{event}_steps", None))
         first = ", logging_first_step=True" if event == "logging" and getattr(self.args, "logging_first_step", False) else ""
-        return f"the settings say {event}_strategy={self._strategy(event)!r}, {event}_steps={every}{first}"
+        return f"this run has {event}_strategy={self._strategy(event)!r}, {event}_steps={every}{first}"
 
     def _strategy(self, event: str) -> str:
         strategy = getattr(self.args, f"{event}_strategy", "no")

@@ -17,8 +17,8 @@ from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, 
 
 _CAUSES = (
     "Likely causes: the policy starts from weights other than the reference's (if intended, pass "
-    "policy_starts_at_reference=False to the trainer, or set policy_starts_elsewhere in the command or config of another "
-    "framework);{dtype} the scored sequences were not truncated in the same way as the policy's batches; the stored values "
+    "policy_starts_at_reference=False to the trainer, or set policy_starts_elsewhere in your framework's command or "
+    "config);{dtype} the scored sequences were not truncated in the same way as the policy's batches; the stored values "
     "were changed after scoring (run `reflogp store verify`)"
 )
 _CAUSES_WITH_A_SERVICE = (
@@ -90,7 +90,7 @@ class StepZero:
             same = self.reference_dtype == self.policy_dtype
             dtypes = (_UNTRUE_DTYPE if same else _OTHER_DTYPE).format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
-                f"the {scorer}'s log-probs of {what} differ from the joined reference log-probs by up to "
+                f"the {scorer}'s log-probs of {what} differ from this run's reference log-probs by up to "
                 f"{self.max_difference:.4g} nats "
                 f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} nats "
                 "on average). " + causes.format(dtype=dtypes),
@@ -107,8 +107,8 @@ class StepZero:
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
                 f"the reference log-probs were computed in {self.reference_dtype}, but the policy computes in "
-                f"{wanted}{explained(wanted)}: at step 0, before any training, the policy's log-probs "
-                f"differ from the reference's by up to {self.max_difference:.4g} nats. "
+                f"{wanted}{explained(wanted)}: log-probs in these two dtypes differ even before training. The "
+                f"largest difference in this check is {self.max_difference:.4g} nats. "
                 f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
                 check,
             )
@@ -178,4 +178,7 @@ def compared(
 
 
 def _in_general(dtype: str) -> str:
-    return f'Score the data in {dtype} (`reflogp score --dtype {dtype}`) and pass dtype="{dtype}" to ReferenceSource'
+    return (
+        f"Score the data in {dtype} (`reflogp score --dtype {dtype}`) and pass --reflogp.dtype {dtype} (in Python, "
+        f'dtype="{dtype}" to ReferenceSource)'
+    )

@@ -121,6 +121,6 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if unclear:
         raise UsageError(
             f"with {unclear[0]}, the reference may differ from the model in base_model: name the reference with `model:`, "
-            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not start from that model's "
+            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not start from the reference's "
             "weights, also set `policy_starts_elsewhere: true`"
         )

@@ -39,8 +39,9 @@ class StoredReferenceSettings(BaseModel):
     policy_starts_elsewhere: bool = Field(False, description="true if the policy does not start from the reference's weights")
     step_zero_tolerance: float | None = Field(
         None,
-        description="allowed difference between the policy's and the reference's sums of log-probs of a completion in the "
-        "first batch, in nats/√tokens; default: depends on the dtype, which must be the same for the policy and the reference",
+        description="allowed difference between the policy's and the reference's log-probs in the first batch, summed over a "
+        "completion, in nats/√tokens; by default, it depends on the dtype, and the policy and the reference must have the same "
+        "dtype",
     )
     on_finding: Literal["fail", "warn"] = Field(
         "fail",

@@ -56,7 +56,7 @@ def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:
         raise UsageError(
-            f"axolotl has resized the vocabulary of base_model from {before:,} to {now:,} tokens (because of `tokens`, "
-            "`special_tokens` or `resize_token_embeddings_to_32x`), so the policy no longer starts from base_model: save the "
-            "resized model once, and use it as base_model"
+            f"axolotl has resized the vocabulary of base_model from {before:,} to {now:,} tokens (for example because of "
+            "`tokens`, `special_tokens` or `resize_token_embeddings_to_32x`), so the policy does not start from the weights of "
+            "base_model: save the resized model once, and use it as base_model"
         )

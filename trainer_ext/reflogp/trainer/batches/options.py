@@ -85,8 +85,9 @@ def read_options(
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference between the policy's and the reference's sums of log-probs of a completion in the first "
-        "batch, in nats/√tokens; default: depends on the dtype, which must be the same for the policy and the reference",
+        help="allowed difference between the policy's and the reference's log-probs in the first batch, summed over a "
+        "completion, in nats/√tokens; by default, it depends on the dtype, and the policy and the reference must have the same "
+        "dtype",
     )
     add(
         "--reflogp.on_finding",
@@ -149,8 +150,9 @@ def unclear_reference(setting: str, model: str) -> UsageError:
         model: name of the setting that otherwise determines the reference model.
     """
     return UsageError(
-        f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model or "
-        "--reflogp.reference_id; if the policy continues from an adapter, also pass --reflogp.policy_starts_elsewhere"
+        f"with {setting}, the reference may differ from the model in {model}: name the reference with --reflogp.model, "
+        "--reflogp.reference or --reflogp.reference_id; if the policy does not start from that model's weights, also pass "
+        "--reflogp.policy_starts_elsewhere"
     )
 
 

@@ -224,7 +224,7 @@ def look_up_rows(
         return _saved(_given(sequences), source.open(answered.where.snapshot)) if walks else None
 
     file = _given(of_my_node(gather(on_all_ranks_for_long("reading the reference log-probs", read))))
-    values = on_all_ranks("mapping the reference log-probs", lambda: RowValues(file))
+    values = on_all_ranks("mapping the reference log-probs into memory", lambda: RowValues(file))
     joins = {
         name: JoinRecord(answered.where, TrainerSettings(), rows=len(dataset), scored=answered.scored.get(name, 0))
         for name, dataset in datasets.items()
@@ -329,7 +329,7 @@ def _saved(sequences: Sequences, values: Values) -> Path:
         rows = sequences.rows(unusable)
         raise UnusableLogpsError(
             f"{_named(rows, sequences)} have reference log-probs that are damaged or not finite in {values.where.store}; run "
-            "`reflogp store verify` on the store",
+            "`reflogp store verify` on the store from which these values come",
             [int(row) for row in next(iter(rows.values()))],
         )
     lists = pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.float32()))

@@ -35,8 +35,9 @@ class PerTokenMixin(RemoteReferenceMixin):
             )
         if self.args.n_gpu > 1:
             raise UsageError(
-                f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, so the model is wrapped in DataParallel: "
-                "start one process per GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to a single GPU"
+                f"{type(self).__name__} sees {self.args.n_gpu} GPUs in one process, so the model is wrapped in DataParallel, "
+                "which is not supported: start one process per GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES "
+                "to a single GPU"
             )
 
     def _without_reference(self, args: Any) -> Any:

@@ -241,7 +241,7 @@ class RunAudit:
         self._settle()
         self.write()
         if Rank.here().rank == 0:
-            state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
+            state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "no problems found"
             joined = "; ".join(
                 f"{name}: {counted(record.rows or 0, 'row')} with values of reference {record.where.reference_id} from "
                 f"snapshot {record.where.snapshot} of {record.where.store}"

@@ -275,7 +275,7 @@ class ParallelScorer:
         if self._failed_starts < _FAILED_STARTS:
             self._members += [_Member(worker, worker.place()) for worker in self._source.begin(len(self._members))]
         if not self._members and self._own is None:
-            died = f"{self._failed_starts} workers in a row died before they were ready"
+            died = f"{self._failed_starts} workers in a row were lost before they were ready"
             raise EngineError(f"{died}; the last one: {self._last_reason}")
 
     def _note_own(self, own: LocalScorer) -> None:
