@@ -77,7 +77,8 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
-    if chosen.dtypes() != dtype and Rank.here().rank == 0:
+    wanted = chosen.dtype == dtype and chosen.lm_head_dtype == (source.lm_head_dtype or dtype)
+    if not wanted and Rank.here().rank == 0:
         there = f"{source.location} has values of {source.model} only in this dtype, but the policy computes in {dtype}"
         logger.warning("using reference log-probs in %s: %s", chosen.dtypes(), there)
     return source.of(chosen)

@@ -103,7 +103,7 @@ class ReferenceSource:
         if not self.is_file and model is None and reference_id is None and reference is None:
             raise UsageError("ReferenceSource needs model= (a folder or hub id), reference_id= or, for a service, reference=")
         self.model = model
-        self._lm_head_dtype = lm_head_dtype
+        self.lm_head_dtype = lm_head_dtype
         self.chooses_dtype = model is not None and dtype == AUTO and reference_id is None
         self.described = _described(model, dtype, lm_head_dtype, reference_id) if model is not None else None
         self.reference_id = self.described.reference_id if self.described is not None else reference_id
@@ -128,7 +128,7 @@ class ReferenceSource:
         Raises UsageError if the location has values of the model in several dtypes but `dtype` is not one of them.
         """
         assert self.model is not None
-        possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
+        possible = describe_all_numerics(self.model, lm_head_dtype=self.lm_head_dtype)
         if self.is_service:
             held = ServiceValues.held(self.location, self.token, self.reference_name, possible)
         elif self.is_file:
@@ -138,7 +138,7 @@ class ReferenceSource:
             held = Store(self.location).held(possible)
         if len(held) == 1:
             return held[0]
-        of_run = in_dtype(possible, dtype, self._lm_head_dtype)
+        of_run = in_dtype(possible, dtype, self.lm_head_dtype)
         if held and of_run not in held:
             raise several_held(self.location, self.model, held)
         return of_run

@@ -372,7 +372,7 @@ class ReferenceAudit(TrainerCallback):
             )
         try:
             seen.require(what, scorer, check)
-            if self._tolerance is None:
+            if self._tolerance is None and scorer == "policy":
                 seen.require_one_dtype(check)
         except StepZeroError as error:
             # A callback may have changed the weights since training began.

@@ -88,7 +88,8 @@ class StepZero:
         if not self.passed:
             causes = _CAUSES if scorer == "policy" else _CAUSES_WITH_A_SERVICE
             same = self.reference_dtype == self.policy_dtype
-            dtypes = (_UNTRUE_DTYPE if same else _OTHER_DTYPE).format(reference=self.reference_dtype, policy=self.policy_dtype)
+            text = "" if self.reference_dtype == "unknown" else _UNTRUE_DTYPE if same else _OTHER_DTYPE
+            dtypes = text.format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
                 f"the {scorer}'s log-probs of {what} differ from this run's reference log-probs by up to "
                 f"{self.max_difference:.4g} nats "
