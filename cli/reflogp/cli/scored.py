@@ -55,7 +55,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
     Raises:
         UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of the model. The message
+        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no log-probs of the model. The message
             contains the complete command that scores the dataset.
         StoreError: the snapshot cannot be read.
     """

@@ -148,7 +148,7 @@ class EngineChoice:
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
-        """Return what dtype="auto" means if the store has no values of the model: "float32" on a CPU, else "bfloat16".
+        """Return what dtype="auto" means if the store has no log-probs of the model: "float32" on a CPU, else "bfloat16".
 
         On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
         models are usually trained in float32 on a CPU. vLLM and the server of a remote engine are assumed to have a GPU.

@@ -126,7 +126,7 @@ class BoundedProtocol(H11Protocol):
 class HeadLimit:
     """Middleware that refuses requests whose target or headers are too long.
 
-    uvicorn's own limit is not enough, because it applies only to request heads that arrive in several pieces.
+    uvicorn's own limit is not enough, because it applies only to requests whose headers arrive in several pieces.
 
     Args:
         max_bytes: limit that applies separately to the length of the request target and to the total size of the headers.

@@ -333,8 +333,8 @@ def damaged_ledger(file: Path, what: str) -> str:
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
         f" another folder, and run `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite` there; then, in the state folder,"
         f" replace {file.name} with recovered.sqlite, delete {file.name}-wal if it exists, and start the service; if recovery"
-        f" fails, move {file.name} and {file.name}-wal out of the state folder, start the service, and submit the jobs again:"
-        " values that are already in the store are not scored again"
+        f" fails, move {file.name} and {file.name}-wal out of the state folder, start the service, and submit the jobs again"
+        " (sequences whose values are in the store are not scored again)"
     )
 
 

@@ -189,9 +189,9 @@ class ServerSettings(BaseSettings):
     keep_days: float = Field(
         30.0,
         gt=0,
-        description="Number of days to keep ended jobs and their results. Received dataset files that no upload or job uses "
-        "any more are kept for the same time, unless space runs out. Fetched datasets are deleted once no unfinished job needs "
-        "them.",
+        description="Number of days to keep ended jobs and their results. Dataset files that clients have sent, and to which "
+        "no upload and no job refers any more, are kept for as many days, unless space runs out. Fetched datasets are deleted "
+        "once no unfinished job needs them.",
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(

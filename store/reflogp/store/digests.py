@@ -304,12 +304,12 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 
 
 class _Memory:
-    """A cache of digests from earlier runs, with one small file for each hashed path.
+    """A cache of digests from earlier runs, with one small cache file for each file that was hashed.
 
     If the cache folder cannot be used, every run hashes the files again. The folder and every file in it must belong to the
     current user and must not be writable by anyone else. Otherwise, another user could write a false digest to the cache, and
-    thereby change the reference id of this user's model. The cache folder is opened and checked once. Its files are then opened
-    relative to its descriptor, so they come from the checked folder even if somebody renames the folders above it.
+    thereby change the reference id of the current user's model. The cache folder is opened and checked once. Its files are then
+    opened relative to its descriptor, so they come from the checked folder even if somebody renames the folders above it.
     """
 
     def __enter__(self) -> _Memory:

@@ -266,8 +266,8 @@ def choose_reference(
         model: folder or hub id of the model.
         dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model's log-probs in the store were
             computed.
-        otherwise: dtype to use if `dtype` is "auto" and the store has no values of the model, or None to raise an error in this
-            case.
+        otherwise: dtype to use if `dtype` is "auto" and the store has no log-probs of the model, or None to raise an error in
+            this case.
         lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype. If `dtype` is "auto", None also
             allows a reference in the store that has logits in float32.
         revision, progress: passed to describe_reference.
@@ -277,7 +277,7 @@ def choose_reference(
 
     Raises:
         StoreNotFoundError: `dtype` is "auto", `otherwise` is None, and there is no store.
-        ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no values of the model.
+        ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no log-probs of the model.
         UsageError: `dtype` is "auto", and the store has log-probs of the model that were computed in several dtypes.
 
     Errors of `describe_reference` and, if `dtype` is "auto", of `Store.held` are passed on.

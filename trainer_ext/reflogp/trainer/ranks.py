@@ -59,7 +59,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
     """Run `work` on every process, and return this process's result once all processes have succeeded.
 
     Args:
-        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
+        what: description of the work, such as "reading the datasets". The message of a RankFailedError begins with it.
         work: the function to run; it may use collective operations.
 
     Raises:
@@ -82,7 +82,7 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
     By default, this timeout is 10 minutes with NCCL.
 
     Args:
-        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
+        what: description of the work, such as "reading the datasets". The message of a RankFailedError begins with it.
         work: the function to run. It runs in a thread while the processes exchange heartbeats, and must not use collective
             operations.
     """
@@ -96,7 +96,7 @@ def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], Non
     """Wait for work that has already begun on every process, then return or raise as `on_all_ranks_for_long` does.
 
     Args:
-        what: description of the work, such as "reading the datasets", with which a RankFailedError's message begins.
+        what: description of the work, such as "reading the datasets". The message of a RankFailedError begins with it.
         future: the future of this process's work.
         on_wait: function that is called about every 5 seconds until this process's work is done.
     """

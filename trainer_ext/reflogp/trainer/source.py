@@ -40,11 +40,12 @@ class ReferenceSource:
             are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id
             depends on the dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the
-            dtype in which the location has values of the model, if there is only one. If there are several, it selects the
-            dtype in which the run computes, which must be one of them. If the location has no values of the model, "auto" also
-            selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and ms-swift
-            determine the run's dtype from the policy and its mixed precision. Everything else that uses a source, such as
-            `open`, assumes that the run computes in bfloat16. If `model` is omitted, `dtype` and `lm_head_dtype` are ignored.
+            dtype in which the location has log-probs of the model, if there is only one. If there are several, it selects the
+            dtype in which the run computes, which must be one of them. If the location has no log-probs of the model, "auto"
+            also selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and
+            ms-swift determine the run's dtype from the policy and its mixed precision. Everything else that uses a source, such
+            as `open`, assumes that the run computes in bfloat16. If `model` is omitted, `dtype` and `lm_head_dtype` are
+            ignored.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of the snapshot to read, or None for the snapshot that is the latest when the trainer starts to look
             up its dataset's values.
@@ -125,7 +126,7 @@ class ReferenceSource:
     def chosen_for(self, dtype: str) -> Reference:
         """Return the reference that a source with dtype="auto" selects for a run that computes in `dtype`.
 
-        Raises UsageError if the location has values of the model in several dtypes but `dtype` is not one of them.
+        Raises UsageError if the location has log-probs of the model in several dtypes but `dtype` is not one of them.
         """
         assert self.model is not None
         possible = describe_all_numerics(self.model, lm_head_dtype=self.lm_head_dtype)

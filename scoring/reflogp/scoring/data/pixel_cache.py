@@ -31,8 +31,8 @@ _MOST = 4_000_000
 class PixelCache:
     """A thread-safe cache of the pixel digests, sizes and modes of encoded images. Use it as a context manager.
 
-    The folder of the cache file must belong to this user and must not be writable by other users. Otherwise, the file is not
-    used, because other users could store false digests in it. Rows with images would then get wrong keys.
+    The folder of the cache file must belong to the current user and must not be writable by other users. Otherwise, the file is
+    not used, because other users could store false digests in it. Rows with images would then get wrong keys.
     """
 
     def __init__(self) -> None:

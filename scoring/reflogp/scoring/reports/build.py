@@ -105,8 +105,8 @@ class ReportSummary:
             "ReportSummary",
             f"{self.with_values:,} of {counted(self.examples, 'example')} with values{accuracy}",
             *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("fix", "check")),
-            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store} ({self.seconds:.1f} s)",
-            self.output,
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store}",
+            f"{self.output}, written in {self.seconds:.1f} s",
         )
 
     def as_dict(self) -> dict[str, Any]:

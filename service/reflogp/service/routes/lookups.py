@@ -141,7 +141,7 @@ def lookups_router(context: Context) -> APIRouter:
         """Return the number of bytes to reserve for a lookup that needs `held` bytes, plus `reading` bytes for token values.
 
         Row groups are always read as a whole, so reading a single row group may need more memory than one request may reserve.
-        The sum is therefore capped at the most that one request may reserve, but the result is never less than `held`.
+        The sum is therefore limited to the maximum that one request may reserve, but the result is never less than `held`.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
