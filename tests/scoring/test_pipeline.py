@@ -19,7 +19,7 @@ from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
-from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference
+from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.watching import Watching
 from tests.service.serving import token_rows
@@ -286,6 +286,33 @@ def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folde
     assert (summary.failed, summary.duplicates, summary.scored, summary.bad_rows) == (1, 4, 19, 3)
     assert set(watching.bad) == {1, 6, 11} and all("vocabulary" in problem for problem in watching.bad.values())
     assert watching.done == summary.sequences
+
+
+def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile(reference_folder, tmp_path, monkeypatch):
+    """The last rows are scored by another run after the first commit of this one, which then commits nothing more."""
+    rows = token_rows(8, seed=6)
+    store, reference = Store(tmp_path / "store"), describe_reference(str(reference_folder), "float32")
+
+    def run(name, rows):
+        dataset = TokenizedDataset(RowSource(str(write_rows(tmp_path / name, rows))), lambda: None)
+        scorer = LocalScorer(lambda: TorchEngine(str(reference_folder), "float32"), commit_seconds=0.01)
+        return score_dataset(dataset, store, reference, scorer)
+
+    def windows(source, size):
+        for number, window in enumerate(batched(source, 4)):
+            if number == 1 and len(source.files) and source.files[0].name == "rows.jsonl":
+                while not len(store.table_of(reference).snapshot()):
+                    time.sleep(0.05)
+                run("last.jsonl", rows[4:])
+            yield window
+
+    monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", windows)
+    summary = run("rows.jsonl", [*rows[:4], *(rows[:1] * 40), *rows[4:]])
+    assert (summary.scored, summary.sequences) == (8, 2 * 48), "this run has scored only its first rows"
+    found = store.table_of(reference).snapshot(summary.snapshot)
+    prompts = [row["prompt_ids"] for row in rows] * 2
+    keys = sequence_keys(prompts, [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows])
+    assert (found.stored_lengths(keys) > 0).all()
 
 
 class Faulty(TorchEngine):

@@ -398,6 +398,8 @@ class _Run:
         if not self._fresh:
             return
         self._now = self._table.snapshot()
+        # The snapshot may contain another run's values, which then count as duplicates.
+        self._summary.snapshot = max(self._summary.snapshot, self._now.number)
         for miss in self._fresh:
             self._forget(miss)
         self._fresh = []
