@@ -139,7 +139,7 @@ class JobProgress:
         sequences: total number of sequences; an estimate while the job runs, and 0 while unknown.
         done: number of finished sequences: hits, duplicates, scored sequences and failures.
         hits: number of sequences whose values were in the store. While the job runs, hits include duplicates within the
-            dataset.
+            dataset, and sequences that failed.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.

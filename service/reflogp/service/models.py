@@ -131,7 +131,7 @@ class JobProgress(BaseModel):
     hits: int = Field(
         0,
         description="Number of sequences whose values were already in the store. Until the job is done, this number also"
-        " includes duplicates within the dataset.",
+        " includes duplicates within the dataset, and sequences that failed.",
     )
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(

@@ -32,7 +32,7 @@ class ProgressCallbacks:
         """Report that `sequences` more sequences are done.
 
         `tokens` is the number of tokens that the engine processed for them; 0 if the engine was not needed, for example because
-        the store already has the values.
+        the store already has the values, or if the sequences cannot be scored.
         """
 
     def bad_row(self, row: int, problem: str) -> None:

@@ -158,7 +158,7 @@ class Progress(ProgressCallbacks):
         """
         problem = shortened(problem)
         if problem not in self._texts:
-            if len(self._texts) == _TEXTS:
+            if len(self._texts) >= _TEXTS:
                 problem = _ANOTHER
             self._texts[problem] = problem
         self.problems[row] = self._texts[problem]
