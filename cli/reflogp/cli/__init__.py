@@ -1,7 +1,7 @@
 """The `reflogp` command.
 
 Each subcommand has its own module. Packages that only the `service` and `trainer` extras install, such as torch, are imported
-when a subcommand that needs them runs.
+only when a subcommand that needs them runs.
 """
 
 from reflogp.cli.main import main

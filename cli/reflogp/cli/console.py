@@ -36,7 +36,7 @@ from reflogp.store.texts import counted, visible
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of skipped rows, and of rows with notes, that are printed. Further rows are only counted.
+#: Maximum number of rows that `_Rows.print` prints. Further rows are only counted.
 _PRINTED_ROWS = 10
 #: Seconds between progress lines when stderr is not a terminal.
 _LINE_SECONDS = 30.0
@@ -112,7 +112,10 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with the rate and the time left. `report` prints the first skipped rows and the first rows with notes."""
+    """A progress bar with tokens per second and the time left.
+
+    `report` prints the first skipped rows and the first rows with notes.
+    """
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress

@@ -191,8 +191,8 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 class _models_that_run:
     """A context manager that records which language models run a forward pass in the `with` block.
 
-    To do so, it registers a forward pre-hook for all modules. The `with` statement returns a set, to which the `id()` of each
-    such model is added.
+    To do so, it registers a forward pre-hook for all modules. `__enter__` returns a set, and the hook adds the `id()` of each
+    such model to this set.
     """
 
     def __init__(self, torch: Any) -> None:

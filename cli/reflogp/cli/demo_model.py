@@ -12,7 +12,7 @@ from typing import Any
 
 #: Number of training steps. It is just large enough that the log-probs are not random.
 STEPS = 60
-#: Special tokens: padding, EOS, and the roles of the chat template below.
+#: Special tokens: padding, EOS, and one token for each role of the chat template below.
 _SPECIAL = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -51,7 +51,8 @@ def build_model(
 
     Args:
         folder: folder for config.json, model.safetensors and the tokenizer's files.
-        conversations: conversations to train the tokenizer and the model on, each a list of messages with role and content.
+        conversations: training data for the tokenizer and the model. A conversation is a list of messages, and each message is
+            a dict with the keys `role` and `content`.
         steps: number of training steps with next-token prediction; 0 leaves the weights random.
         batch: number of conversations per step.
         seed: random seed for the weights and batches.

@@ -22,7 +22,7 @@ from reflogp.cli.console import EXIT_FAILED, out, print_json
 from reflogp.store import ReflogpError, Store, StoreDamageWarning, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.texts import visible
 
-#: Extras that this command checks, and what each one is for. `_vllm` checks the extra `vllm`.
+#: Dict from each extra to its purpose, which follows "needed to" in messages. `_vllm` checks the extra `vllm`.
 _EXTRAS = {
     "service": "score, serve or join",
     "trainer": "train with TRL",
@@ -108,7 +108,12 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Return an extra's packages that are not installed, and those installed in a version that the extra does not allow."""
+    """Compare the installed packages with an extra's requirements.
+
+    Returns:
+        The names of the packages that are not installed, and a dict of the packages whose installed version the extra does not
+        allow. The dict's keys are the packages' names, and its values are their requirements.
+    """
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):

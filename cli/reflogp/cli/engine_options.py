@@ -117,13 +117,14 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """Return the choice of the engine called `name` with the given options.
+    """Return the EngineChoice for the engine `name`, with the options that the user gave.
 
     Args:
-        name: the engine's name.
+        name: value of --engine.
         trust_remote_code: whether to run modeling code that comes with the checkpoint.
         check_claim: whether to compare some values of a remote engine with values computed from the local weights.
-        of_torch, of_vllm, of_remote: the options of each engine, by parameter name. None means that an option was not given.
+        of_torch, of_vllm, of_remote: one dict for each engine, from the names of its options to their values. A value of None
+            means that the option was not given. Names have underscores, as in "token_budget".
 
     Raises:
         UsageError: an option cannot be parsed or belongs to a different engine, or the engine is remote and no url was given.
@@ -153,7 +154,9 @@ def engine_choice(
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference in the file `claim` (written by `reflogp reference`), or the stored reference with the id `claim`.
+    """Return the reference that `claim` names.
+
+    `claim` is a file written by `reflogp reference`, or the id of a reference in the store.
 
     Raises UsageError if the store has no reference with this id, or if the file is not valid.
     """

@@ -24,7 +24,7 @@ from reflogp.store.texts import counted
 
 Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
 
-#: Options that each stack requires. Options that belong to another stack are rejected.
+#: Dict from each stack to the options that it requires. Options that only other stacks require are rejected.
 _NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
 #: Maximum number of rows without values that the output of --json lists, as in `reflogp join`.
 _LISTED_ROWS = 100

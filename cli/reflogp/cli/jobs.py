@@ -29,9 +29,9 @@ from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
 from reflogp.store.texts import counted, visible
 
-#: Minimum width, in characters, of a terminal that fits all columns of a job list.
+#: Width, in characters. Job lists on narrower terminals have fewer columns.
 _WIDE = 120
-#: Width, in characters, of tables that are not printed to a terminal. Rich would assume 80.
+#: Width, in characters, for tables that are not printed to a terminal. Rich's default is 80.
 _ANY_WIDTH = 10_000
 
 app = typer.Typer(
@@ -265,7 +265,8 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
     If the terminal is narrow, omit the submitter and the title, and wrap long text. No text is cut off.
     """
     table = Table(box=None, pad_edge=False)
-    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # the last two fit "123,456 of" and "2026-01-01"
+    # Minimum widths. When long cells wrap, a width of 10 fits the first line of a cell: "123,456 of" or "2026-01-01".
+    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}
     for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
         table.add_column(
             name,

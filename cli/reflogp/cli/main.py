@@ -93,8 +93,8 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 def _run() -> tuple[int, str | None]:
     """Run the command given in sys.argv and, if it fails, print its error.
 
-    Errors that typer itself raises, such as one for an unknown option, are printed in typer's format, with control characters
-    escaped.
+    Errors that typer itself raises, such as the error for an unknown option, are printed in typer's format, with control
+    characters escaped.
 
     Returns:
         The exit code and the error's message; the message is None if there was no error.
@@ -113,7 +113,8 @@ def _run() -> tuple[int, str | None]:
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not a click error; typer may have its own copy of click
+        # Click's errors have this method. Their class is not checked, because typer may have its own copy of click.
+        if not hasattr(error, "format_message"):
             raise
         error.message = visible(error.message)  # type: ignore[attr-defined]
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def _run() -> tuple[int, str | None]:
 
 def main() -> None:
     """Run the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
-    os.environ.update(growing_segments(os.environ))  # for torch's allocator; must be set before a subcommand imports torch
+    os.environ.update(growing_segments(os.environ))  # configures torch's allocator; must run before torch is imported
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
         logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may also contain untrusted data

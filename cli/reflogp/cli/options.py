@@ -1,4 +1,4 @@
-"""Options shared by several subcommands, so that an option has the same meaning and help text everywhere."""
+"""Options that several subcommands share. Each option has the same meaning and help text everywhere."""
 
 from __future__ import annotations
 
@@ -97,9 +97,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the e
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
-    """Wrap a command for Typer: the wrapper takes the options of `_score_arguments`, and passes them on as ScoreArguments.
+    """Add the parameters of `_score_arguments` to a Typer command.
 
-    In `--help`, required parameters come first, then the optional ones of `_score_arguments`, then those of the command itself.
+    The wrapper puts the values of these parameters into a ScoreArguments, and passes it to `command` as the first argument.
+    `--help` shows required parameters first, then the optional parameters of `_score_arguments`, then the optional parameters
+    of `command`.
     """
     shared = inspect.signature(_score_arguments, eval_str=True).parameters
     _, *own = inspect.signature(command, eval_str=True).parameters.values()

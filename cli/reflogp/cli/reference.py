@@ -1,4 +1,4 @@
-"""`reflogp reference`: print how a store identifies a model. Other subcommands call `find_reference`."""
+"""`reflogp reference`: print the id of a reference model. Other subcommands use `find_reference` of this module."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def reference(
     lm_head_dtype: options.LmHeadDtype = None,
     revision: options.Revision = None,
 ) -> None:
-    """Print a reference model's id, and the digests, config and dtypes from which the id is computed, as JSON.
+    """Print a JSON object with a reference model's id, and the digests, config and dtypes from which the id is computed.
 
-    This command hashes the weights, but does not load the model. If you run `reflogp score --engine remote` on
-    a machine that does not have the vLLM server's weights, run this command on a machine that has the weights, save the output
-    to a file, and pass the file to `reflogp score` with --claim. The values are then stored under the correct id.
+    This command hashes the weights, but does not load the model.
+
+    `reflogp score --engine remote` can run on a machine without the vLLM server's weights. In this case, run this
+    command on a machine that has the weights, save the output to a file, and pass the file to `reflogp score` with --claim. The
+    values are then stored under the correct id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """
@@ -34,10 +36,10 @@ def reference(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return a model's local folder and its reference. If no dtype was given, print which dtype was chosen, and why.
+    """Return (the model's local folder, the model's reference).
 
-    If the digests of the weights are not cached, hash the weights and show a progress bar. For the parameter `otherwise`
-    and the errors, see `choose_reference`.
+    If the dtype in `arguments` is "auto", print which dtype was chosen, and why. If the digests of the weights are not cached,
+    hash the weights and show a progress bar. For the parameter `otherwise` and the errors, see `choose_reference`.
     """
     folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:

@@ -28,15 +28,14 @@ def report(
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write an HTML report, with PNG charts, on whether a scored dataset and its reference are suitable for training.
+    """Write an HTML report and PNG charts that show whether a scored dataset and its reference are suitable for training.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
     are colored by log-prob. For several values of max_length, the page shows the percentage of rows that would be cut or
     dropped, and the percentage of completion tokens that would be lost. The page also lists rows without values (at most 100).
 
-    This command does not load the model. It reads the values from the store, and tokenizes the dataset with the tokenizer in
-    the model's folder or, if given, with --tokenizer. The exit code is 3 if some rows have no values or cannot
-    be used.
+    This command does not load the model. It reads the values from the store, and tokenizes the dataset. The tokenizer is the
+    one in the model's folder, unless --tokenizer is given. The exit code is 3 if some rows have no values or cannot be used.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """

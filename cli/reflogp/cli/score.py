@@ -74,8 +74,8 @@ def score(
     """Score a dataset's sequences with a reference model and store the log-probs.
 
     Only sequences that are not in the store yet are scored, and a sequence that occurs in several rows is scored once. If a run
-    is interrupted, the same command continues where the run stopped. Rows that cannot be used are reported and skipped, and the
-    exit code is then 3.
+    is interrupted, the same command continues where the run stopped. Rows that cannot be used are reported and skipped. If
+    there are such rows, the exit code is 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 
@@ -193,7 +193,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
     """Connect to a Ray cluster for the duration of the `with` block.
 
-    Yield the engine choice for the cluster's workers; see `on_workers`.
+    Yield the EngineChoice for the cluster's workers, which `on_workers` derives from `choice`.
     """
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers

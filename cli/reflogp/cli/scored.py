@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_rows(arguments: ScoreArguments) -> RowSource:
-    """Open the dataset. Raises UsageError if the dataset cannot be opened, or if --format names an unknown format."""
+    """Open the dataset `arguments.data`. Raises UsageError if it cannot be opened, or if --format names an unknown format."""
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.shape import FORMATS
 
@@ -30,9 +30,9 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
     """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over.
 
     Args:
-        rows: the rows to tokenize.
+        rows: the dataset, as returned by `open_rows`.
         folder: the model's folder. Its tokenizer is used unless `arguments` names another tokenizer.
-        arguments: the tokenizer, chat template and format to use.
+        arguments: contains the tokenizer, chat template and format to use.
     """
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -68,7 +68,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
 
 def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops and, if values are missing and the store is damaged, how to repair the store."""
+    """Print how many rows TRL drops. If values are missing and the store is damaged, also print the command to repair it."""
     print_dropped(summary.dropped_rows)
     if summary.missing and snapshot.damaged:
         err.print(f"repair the store first: {snapshot.repair_command()}")

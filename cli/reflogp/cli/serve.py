@@ -56,10 +56,11 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:
-    """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. Its page /docs lists every route.
+    """Run the scoring service, which handles jobs, online requests and lookups over HTTP, and serves web pages.
 
-    Unfinished jobs continue when the service is restarted. Without tokens, the service listens only on loopback. `reflogp token
-    NAME` creates a token for the settings file. For TLS, run a proxy in front of the service.
+    The service's page /docs lists every route. Unfinished jobs continue when the service is restarted. Without tokens, the
+    service listens only on loopback. `reflogp token NAME` creates a token for the settings file. For TLS, run a proxy in front
+    of the service.
 
     Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """

@@ -91,8 +91,8 @@ def verify_(
 ) -> None:
     """Read every log entry and every page of every shard, verify checksums and rows, and list damaged files.
 
-    The exit code is 1 if there is damage and --repair was not given. --repair repairs the log and drops the damaged shards; the
-    next `reflogp score` with the same data scores the dropped rows again.
+    The exit code is 1 if there is damage and --repair was not given. --repair repairs the log and drops the damaged shards. The
+    next `reflogp score` with the same data scores the rows of these shards again.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -198,7 +198,7 @@ def export(
     snapshot: Annotated[int | None, typer.Option(help="Number of the snapshot to export. Default: the latest.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export one reference's log-probs for sharing, as plain Parquet with a README.
+    """Export one reference's log-probs as plain Parquet files with a README, so that you can share them.
 
     Load the exported folder with `datasets.load_dataset(FOLDER)`.
 
@@ -252,7 +252,7 @@ def push(
 ) -> None:
     """Push one reference's log-probs to a dataset repository on the Hugging Face Hub, as plain Parquet with a dataset card.
 
-    If a push is interrupted, run it again. Files that were already uploaded are not uploaded again.
+    If a push is interrupted, run the command again. Files that were already uploaded are not uploaded again.
 
     Example: reflogp store push ./logps hf://datasets/team/sft-logps
     """
@@ -281,7 +281,7 @@ def pull_(
     """Import log-probs into a store from a dataset repository on the Hugging Face Hub.
 
     The files' digests and all rows are checked before any row is added. Values already in the store are not replaced. If a pull
-    is interrupted, run it again. Files that were already downloaded are not downloaded again.
+    is interrupted, run the command again. Files that were already downloaded are not downloaded again.
 
     Example: reflogp store pull ./logps hf://datasets/team/sft-logps
     """
@@ -306,11 +306,15 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references in a store or, if `reference` is given, of the only reference whose id starts with it.
+    """The tables of all references in a store, or of a single reference.
+
+    Args:
+        store: the store that contains the tables.
+        reference: id of the single reference or the beginning of its id, or None for all references.
 
     Attributes:
         references: the references that the tables belong to.
-        failed: reference id -> error message, for each table for which `each` printed an error and continued.
+        failed: dict from reference id to error message, for each table for which `each` printed an error and continued.
 
     Raises UsageError if `reference` is given, but is not the beginning of exactly one id.
     """

@@ -1,4 +1,4 @@
-"""`reflogp submit`: have a service score a dataset."""
+"""`reflogp submit`: submit a dataset to a service, which scores it."""
 
 from __future__ import annotations
 
@@ -85,14 +85,15 @@ def submit(
     token: jobs.Token = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Have a service score a dataset with a reference model. The job continues after this command ends.
+    """Submit a job to a service, which scores a dataset with a reference model. The job continues after this command ends.
 
-    Submitting the same data, reference and settings again returns the same job, even with another title or priority. A file
-    that was already uploaded is not sent again. If the earlier job is done, but the data may have changed (because the dataset
-    is on the Hub or at a URI, or its rows refer to image files), a new job is created.
+    Submitting the same data, reference and settings again returns the same job, even with another title or priority. However,
+    without --idempotency-key, a new job is created if the earlier job is done and the data may have changed since then (because
+    the dataset is on the Hub or at a URI, or its rows refer to image files). A file that was already uploaded is not
+    sent again.
 
-    Exit codes: 0 the job is done (or, without --watch or --output, queued or running), 1 the job failed or was cancelled, or
-    another error occurred, 2 bad usage, 3 the job is done, but some rows have no values.
+    Exit codes: 0 if the job is done or, without --watch or --output, if it is queued or running; 1 if the job failed or was
+    cancelled, or if another error occurred; 2 for bad usage; 3 if the job is done, but some rows have no values.
 
     Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
     """

@@ -80,7 +80,7 @@ class Client:
         Args:
             reference: name or id of the reference.
             keys: n keys of 16 bytes each, from `reflogp.store.sequence_keys`.
-            values: whether to return the log-probs themselves too, as token_logps.
+            values: whether to return each token's log-prob too, as token_logps. Lengths and sums are always returned.
             snapshot: number of the snapshot, or None for the latest.
 
         Returns:
@@ -117,12 +117,13 @@ class Client:
             cache_read: whether to use stored values and compute only the missing ones.
             cache_write: whether to write the computed values to the store.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. On a slow connection, the call can take longer than that. If `deadline` is None,
-                each request has the deadline in the service's setting `deadline_seconds` (by default, 5 minutes). In addition,
-                the client then waits for each response up to its own `timeout` or, if that is also None, up to 10 minutes.
-            attention_masks: for rows of padded batches, n lists with one entry per token of prompt and completion: 0 for
-                padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding tokens in
-                completions get values too. The values of such sequences are never looked up in the store or written to it.
+                and retries with their pauses. On a slow connection, the call can take longer than `deadline`. If `deadline` is
+                None, each request has the deadline in the service's setting `deadline_seconds` (by default, 5 minutes). The
+                client then waits for each response for at most its own `timeout`, or 10 minutes if `timeout` is None too.
+            attention_masks: for rows of padded batches, n lists, each with one entry per token of the row's prompt and
+                completion: 0 for padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding
+                tokens in completions get values too. The values of such sequences are never looked up in the store or written
+                to it.
 
         Returns:
             A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
@@ -131,8 +132,8 @@ class Client:
             SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
             ServiceBusyError: at every attempt, the service's queue was full or no worker could respond.
-            UsageError: prompts, completions or attention masks are not lists of integers, or differ in number; or `deadline` is
-                not positive.
+            UsageError: a prompt, completion or attention mask is not a list of integers; the numbers of prompts, completions
+                and attention masks are not equal; or `deadline` is not positive.
         """
         table = scoring.sequences(prompts, completions, attention_masks)
         plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
@@ -172,14 +173,16 @@ class Client:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
         The settings `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If
-        it is done, but the data may have changed (because the dataset is on the Hub or at a URI, or its rows refer to image
-        files), the service creates a new job, unless both submissions have the same `idempotency_key`.
+        the earlier job is done, but the data may have changed, the service creates a new job, unless both submissions have the
+        same `idempotency_key`. Data may have changed if the dataset is on the Hub or at a URI, or if its rows refer to image
+        files.
 
         Args:
-            dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset on the Hugging Face Hub,
-                which the service downloads if its settings allow it; or a ServicePath, ServiceUri or Uploaded.
+            dataset: path of a file on this machine, which is uploaded first; name ("ORGANISATION/NAME") of a dataset on the
+                Hugging Face Hub, which the service downloads if its settings allow it; or a ServicePath, ServiceUri or
+                Uploaded.
             reference: name or id of the reference.
-            split: split of a saved DatasetDict or of a dataset on the Hub.
+            split: name of the split to score, if `dataset` is a saved DatasetDict or a dataset on the Hub.
             idempotency_key: a key that identifies the job, or None to identify the job by its dataset, reference and settings.
                 A new key creates a new job. The service refuses a key that was already used for a different job.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
@@ -190,7 +193,7 @@ class Client:
         Raises:
             UsageError: `dataset` is the path of a file that cannot be uploaded (see `upload`).
             NotAllowedError: the service's settings do not allow the dataset's path or URI.
-            RequestRefusedError: the service does not know the reference, or refuses the key or another argument.
+            RequestRefusedError: the service does not know the reference, or refuses the idempotency key or another argument.
             TypeError: `settings` contains a name that is not a job setting.
         """
         jobs.check_settings(settings)
@@ -255,7 +258,8 @@ class Client:
             job: id of the job.
 
         Returns:
-            A dict with the keys histograms, outliers, bad_rows and dropped_rows.
+            A dict with the keys histograms (a dict of histograms by name), outliers (a list of rows with unusual values),
+            bad_rows (a list of the first 100 rows without values) and dropped_rows (a number of rows).
 
         Raises:
             RequestRefusedError: the job does not exist or has no report (status 404), the job is not done (409), or the report
@@ -395,7 +399,9 @@ class Client:
 
 
 class AsyncClient:
-    """The asyncio version of `Client`: use it in `async with`, await its methods, and iterate over `events` with `async for`.
+    """The asyncio version of `Client`.
+
+    Use the client in `async with`, await its methods, and iterate over the result of `events` with `async for`.
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.

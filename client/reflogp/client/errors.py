@@ -38,7 +38,8 @@ class RowsWithoutValuesError(ReflogpError):
     """Some rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: dict from row number (starting at 0) to reason ("" if unknown) for each row without values, in ascending order.
+        reasons: dict from the number of each row without values to the reason why it has none, or to "" if the reason is
+            unknown. Row numbers start at 0 and are in ascending order.
         rows: number of rows in the dataset.
     """
 
@@ -52,7 +53,7 @@ class RowsWithoutValuesError(ReflogpError):
 
 
 def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """Return a phrase that lists the first rows with their reasons, if known, such as "rows 4 (too long), 5, 9"."""
+    """Return a phrase such as "rows 4 (too long), 5, 9": the first row numbers, each followed by its reason if it is known."""
     numbers = sorted(map(int, rows))
     told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
@@ -80,8 +81,8 @@ class ServiceUnreachableError(ServiceError):
 class DeadlineExceededError(ServiceError):
     """The deadline or timeout passed before the request or the job was completed.
 
-    This is the caller's `deadline` or `timeout` or, for `score` without a deadline, the service's setting `deadline_seconds`.
-    `status` is 504 if the service reported the error, otherwise None.
+    The deadline or timeout is the caller's argument `deadline` or `timeout`. For `score` without a deadline, it is the
+    service's setting `deadline_seconds`. `status` is 504 if the service reported the error, otherwise None.
     """
 
 
@@ -95,13 +96,13 @@ class ServiceBusyError(ServiceError):
 class NotAllowedError(ServiceError):
     """The token is missing or invalid (status 401), or the service does not allow the request (403).
 
-    With status 403, for example, the token does not have the required scope, or the service's settings do not allow a dataset's
-    path or URI.
+    Two reasons for status 403 are that the token does not have the required scope, and that the service's settings do not allow
+    a dataset's path or URI.
     """
 
 
 class RequestRefusedError(ServiceError):
-    """The service refused the request, for example because it is invalid or names an unknown job.
+    """The service refused the request, for example because the request is invalid or names an unknown job.
 
     The status is any 4xx status except 401, 403 and 429.
     """
@@ -115,8 +116,9 @@ class SequencesRefusedError(ServiceError):
     """Some sequences of a request could not be scored; the error contains the values of all the others.
 
     Attributes:
-        problems: dict from the index of a sequence in the request to the reason why it could not be scored.
-        results: the values of all sequences as float32 arrays, in the order of the request; None for sequences in `problems`.
+        problems: dict from the index of each sequence that could not be scored to the reason.
+        results: list with one entry per sequence, in the order of the request: the sequence's values as a float32 array, or
+            None if the sequence is in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:

@@ -20,13 +20,13 @@ from reflogp.client.models import Job
 
 #: Number of seconds without a byte after which a connection counts as lost. The service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Number of seconds without a byte from the service after which a watch fails, even before its timeout. This is long enough for
-#: the service to restart.
+#: A watch fails if it receives no byte from the service for this many seconds, even if the watch's timeout is longer. This is
+#: long enough for the service to restart.
 _AWAY = 600.0
 #: Minimum number of seconds before a stream is reopened.
 _LEAST_PAUSE = 0.5
-#: Number of seconds added to the watch's remaining time in the timeout of a read, so that a read that waits that long does not
-#: end before the watch's timeout.
+#: Number of seconds added to the watch's remaining time when this time limits a read. Without the addition, the read could end
+#: just before the watch's timeout.
 _SLACK = 0.05
 
 
@@ -42,7 +42,7 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[tuple[str, str]]:
-        """Return the name and the data of every event that this chunk completes."""
+        """Return a list of (name, data), with one item for each event that this chunk completes."""
         *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be the first half of \r\n
         found = []
         for line in lines:
@@ -91,7 +91,7 @@ class Following:
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """Return the states of the job in a chunk of the stream, without any state that equals the previous one.
+        """Return the job's states in a chunk of the stream, except each state that equals the state received before it.
 
         Raises ServiceFailedError if an event cannot be read. After the timeout, raises the same errors as `call`, unless the
         job has ended.
@@ -119,9 +119,9 @@ class Following:
         """Return the number of seconds to wait before the stream is reopened.
 
         `cause` is the error response or the exception that ended the attempt, or None if the service closed the stream
-        normally. Raises the error for an error response, except for a busy response (429 or 503) and, once a state of the job
-        was received, any other 5xx. Also raises an error if none of the first TRIES attempts received a state, or if a state
-        was received but nothing has arrived for _AWAY seconds. After the timeout, raises the same errors as `call`.
+        normally. Raises an error for every error response other than 429 and 503 (busy). Once a state of the job was received,
+        other 5xx responses raise no error either. Also raises an error if none of the first TRIES attempts received a state, or
+        if a state was received but nothing has arrived for _AWAY seconds. After the timeout, raises the same errors as `call`.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

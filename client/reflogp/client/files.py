@@ -13,7 +13,7 @@ from typing import IO
 from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
-#: Number of characters of the digest at the start of an upload's default name, and maximum length of a default name.
+#: Number of digest characters with which an upload's default name starts, and the maximum length of a default name.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 
 #: A callback that receives (bytes done, total bytes).
@@ -69,11 +69,11 @@ class LocalFile:
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Read a whole file to compute its size and digest, and return it as a LocalFile to upload.
+    """Read a whole file to compute its size and digest, and return a LocalFile that can be uploaded.
 
     Args:
-        name: name under which a service will keep the file. By default, the first 12 digits of the file's digest, a hyphen and
-            the file's own name, so that different files with the same name do not replace each other.
+        name: name under which a service will keep the file. The default name consists of the first 12 digits of the file's
+            digest, a hyphen and the file's local name, so that different files with the same name do not replace each other.
 
     Raises:
         UsageError: the file does not exist, is a folder or cannot be read, or its name on the service does not have the suffix
@@ -111,13 +111,13 @@ def is_dataset_name(name: str) -> bool:
 def _upload_name(name: str, digest: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     room = _NAME_CHARACTERS - _DIGEST_CHARACTERS - 1
-    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # long names keep their end, which gives the format
+    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # a long name is cut at its start, not at its suffix
 
 
 def check_output(path: str | Path) -> Path:
     """Check the path of a Parquet file that will be written, and return it as a Path.
 
-    Raises UsageError if the path cannot be used.
+    Raises UsageError if the name does not end in .parquet, or if the folder does not exist.
     """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":

@@ -16,7 +16,8 @@ from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefuse
 from reflogp.client.files import LocalFile, is_dataset_name
 from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
-#: Pattern of "ORGANISATION/NAME", a dataset on the Hub. It does not match paths that begin with a dot, such as ./data.
+#: Pattern of "ORGANISATION/NAME", the name of a dataset on the Hugging Face Hub. It does not match paths that begin with a
+#: dot, such as ./data.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _TIMES = ("created_at", "started_at", "finished_at")
 
@@ -75,7 +76,8 @@ def result_call(job: str, into: IO[bytes]) -> protocol.Call:
 
 
 def retry_call(job: str) -> protocol.Call:
-    # The request is not repeated if the service may have seen it, because somebody may have cancelled the job since then.
+    # The request is not sent again if the service may have seen it. If somebody has cancelled the job since then, a second
+    # request would queue the job again.
     return protocol.Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)
 
 
@@ -94,8 +96,8 @@ def check_settings(settings: JobSettings) -> None:
 def on_hub(dataset: str | Path) -> ServiceUri | None:
     """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME"; otherwise, None.
 
-    Also returns None if NAME ends in the suffix of a dataset file, or if a file or folder with that name exists on this
-    machine. Local files and folders take precedence, as in `reflogp score`.
+    Also returns None if NAME ends in the suffix of a dataset file, or if `dataset` is the path of an existing file or folder on
+    this machine. Local files and folders take precedence, as in `reflogp score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None

@@ -81,10 +81,12 @@ class JobSettings(TypedDict, total=False):
     Attributes:
         format: format of the dataset, or None to detect it from the columns.
         max_length: maximum number of tokens in prompt and completion together, or None for no limit.
-        truncation_mode: which end of a sequence to keep if it exceeds max_length; "keep_start" by default.
+        truncation_mode: which tokens to keep of a sequence that exceeds max_length: "keep_start" (the default) keeps the start,
+            "keep_end" keeps the end.
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, from 0 to 1, or None to give
-            all tokens the same weight. Applied to the sums in the job's result.
-        priority: from -100 to 100, 0 by default. Jobs with a higher priority run first, and interrupt jobs with a lower one.
+            all tokens the same weight. The weight is applied to the sums in the job's result.
+        priority: from -100 to 100, 0 by default. Jobs with a higher priority run first, and interrupt running jobs with a lower
+            priority.
         title: title of the job on the service's pages.
 
     Examples:
@@ -141,7 +143,7 @@ class JobProgress:
         hits: number of sequences whose values were in the store. While the job runs, hits include duplicates within the
             dataset, and sequences that failed.
         scored: number of sequences whose values were computed.
-        bad_rows: number of rows so far that have no values because of an error.
+        bad_rows: number of rows read so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.
         tokens_per_second: current scoring rate, averaged over the last few seconds.
         seconds: number of seconds since the latest attempt began.
@@ -185,8 +187,8 @@ class Job:
 
     If the job was first submitted with another token, and the client's token has neither the scope "read" nor "admin", the
     service hides details: note, error and summary are None, and submitted_by and throughput are empty. In this case, `submit`
-    returns the job with the settings and dataset of its own call. `cancel` and `retry` return the job with an empty dataset, an
-    empty title and priority 0.
+    returns the job with the settings and dataset that were passed to `submit`. `cancel` and `retry` return the
+    job with an empty dataset, an empty title and priority 0.
 
     Attributes:
         id: id of the job, 16 hex digits.
@@ -197,8 +199,8 @@ class Job:
             uri has no credentials and no query.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
-        note: why the job was last interrupted, even if a later attempt has completed it, or what a queued job is waiting for;
-            None otherwise.
+        note: what a queued job is waiting for, or why the job was last interrupted; None otherwise. The reason for an
+            interruption is kept even if a later attempt completes the job.
         error: why the job failed, or None if it has not failed.
         summary: a dict that includes the fields that `reflogp score --json` prints, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
@@ -263,7 +265,7 @@ class JobPage:
 
     Attributes:
         jobs: the jobs on this page.
-        counts: number of jobs in each state, on all pages.
+        counts: dict from each state to the number of jobs in this state, on all pages.
         next_before: value to pass as `before` in order to get the next page, or None on the last page.
 
     Examples:

@@ -54,8 +54,9 @@ _BUSY = (429, 503)
 #: The errors that Python raises when code reads JSON of an unexpected shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
-#: NOT_SENT: failures that prove that the service has not seen the request. DROPPED: also failures after which the service may
-#: have seen the request. ANY_LOSS: also failures after which the service may still be processing the request.
+#: NOT_SENT contains the failures that prove that the service has not seen the request. DROPPED adds lost connections, after
+#: which the service may have seen the request. ANY_LOSS adds timeouts, after which the service may still be processing the
+#: request.
 NOT_SENT: tuple[type[httpx.TransportError], ...] = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -71,7 +72,7 @@ class ReferenceInfo:
     """A reference model that is named in a service's settings, or has values in the service's store.
 
     Attributes:
-        name: name of the reference on the service, or None if the service only has stored values for it.
+        name: name of the reference in the service's settings, or None if only the service's store contains the reference.
         reference_id: id of the reference, 32 hex digits.
         model: name of the model's folder, or the model's hub id.
         dtype: dtype in which the model computes.
@@ -108,7 +109,8 @@ class Lookup:
     Attributes:
         lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
         sums: sum of each key's values in nats, float64 of shape (n,), or NaN for a miss.
-        token_logps: list of n float32 arrays, with None for a miss; None instead of a list if values were not requested.
+        token_logps: list with one item for each key: a float32 array, or None for a miss. If values were not requested,
+            `token_logps` itself is None.
         reference_id: id of the reference whose values were looked up.
         snapshot: number of the snapshot in which the keys were looked up.
 
@@ -140,12 +142,12 @@ class Call:
         content: body of the request; a file is streamed.
         again: types of connection errors after which the request is sent again. Every request is also sent again after a busy
             response (429 or 503).
-        wait: seconds to wait for the next bytes of the response, or None for the client's own timeout. Not used if `until` is
-            set.
+        wait: seconds to wait for the next bytes of the response, or None for the client's timeout. If `until` is set, `wait` is
+            not used.
         until: deadline for all attempts, as a value of time.monotonic(), or None for no deadline. Each attempt tells the
             service how much time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
-        request_id: id that every attempt sends as X-Request-Id, and that the service logs.
+        request_id: id that every attempt sends in the header X-Request-Id. The service logs this id.
     """
 
     method: str
@@ -241,7 +243,7 @@ def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, s
 
 
 def float_lists(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]:
-    """Return a list<float32> column as arrays, with None for null."""
+    """Return a list with one numpy array for each entry of a list<float32> column, or None for a null entry."""
     return [entry.values.to_numpy() if entry.is_valid else None for entry in column]
 
 
@@ -280,7 +282,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of httpx's `stream`, except the body, for an attempt that starts now."""
+    """Return the keyword arguments for httpx's `stream` method, except the body, for an attempt that starts now."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:

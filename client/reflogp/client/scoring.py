@@ -19,7 +19,8 @@ from reflogp.store.keys import token_lists
 from reflogp.store.schema import ARROW_STREAM, one_array, stream_bytes
 from reflogp.store.texts import counted, short_repr
 
-#: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
+#: Lists of token ids, with one list for each sequence. They can be Python lists, one-dimensional numpy arrays, the rows of a
+#: two-dimensional numpy array, or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
 
 #: Seconds to wait for a response if neither a deadline nor a timeout of the client is given. The service may have to load a
@@ -34,10 +35,11 @@ _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 class Scores:
     """The log-probs of n sequences.
 
-    If the sequences were sent in several requests, the times are the sums of the times of these requests.
+    If the sequences were sent in several requests, engine_seconds and queue_seconds are totals over these requests.
 
     Attributes:
-        token_logps: float32 arrays in the order of the request, with one value per completion token, in nats.
+        token_logps: list with one float32 array for each sequence, in the order of the request. Each array has one value per
+            completion token, in nats.
         reference_id: id of the reference model that computed the values.
         hits: number of sequences whose values came from the store.
         engine_seconds: seconds from the start of the computation to its last value; 0 if all values came from the store. If the
@@ -103,7 +105,8 @@ def scoring(
 
     Args:
         deadline: maximum number of seconds for all requests together, or None for no deadline.
-        patience: if `deadline` is None, maximum number of seconds to wait for each response; None for 10 minutes.
+        patience: maximum number of seconds to wait for each response, or None for 10 minutes. If `deadline` is given,
+            `patience` is not used.
 
     Raises:
         SequencesRefusedError: some sequences could not be scored. Raised only after all sequences have been sent.
@@ -147,8 +150,8 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
         params,
         stream_bytes(table),
         {"content-type": ARROW_STREAM},
-        # A store keeps the first value of a key, so a retry changes nothing. But after a timeout the service may still be
-        # computing, and a retry would add to its load.
+        # A retry after a lost connection is safe: the store keeps the values that were first stored for a key. After a timeout,
+        # there is no retry, because the service may still be computing and a retry would add to its load.
         again=protocol.DROPPED,
         wait=patience or _PATIENCE,
         until=until,

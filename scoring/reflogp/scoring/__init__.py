@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from reflogp.scoring.engines import EngineChoice
     from reflogp.scoring.torch_engine import Sequence, TorchEngine
 
-#: Public name -> module. Modules are imported on first access, so a service's main process does not have to load torch.
+#: Dict from each public name to the module that defines it. Modules are imported on first access, so a service's
+#: main process does not have to load torch.
 _MODULES = {
     "EngineChoice": "reflogp.scoring.engines",
     "Sequence": "reflogp.scoring.torch_engine",

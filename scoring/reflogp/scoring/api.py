@@ -48,8 +48,9 @@ def score(
 ) -> Any:
     """Score a dataset's sequences, except those whose log-probs are already in the store.
 
-    Rows that cannot be used are skipped; unless `progress` is False, the reasons for the first ten are printed. Computed values
-    are committed at least every 30 seconds. After an interruption, the same call continues from the last commit.
+    Rows that cannot be used are skipped. Unless `progress` is False, the reasons for the first ten skipped rows are printed.
+    Computed values are committed to the store at least every 30 seconds. After an interruption, the same call continues from
+    the last commit.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -68,7 +69,7 @@ def score(
         progress: True shows a progress bar, False hides it; None shows it in terminals and notebooks only.
 
     Returns:
-        A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
+        A ScoreSummary; for a DatasetDict, a dict from each split's name to its ScoreSummary.
 
     Raises:
         UsageError: the model, the dataset or a setting cannot be used, or `dtype` is "auto" and the store has values of the
@@ -143,8 +144,8 @@ def join(
         model: the reference model that was passed to `score`.
         dataset: see `score`.
         store: see `score`.
-        dtype: dtype in which the values were computed. "auto" uses the dtype in which this model's stored values
-            were computed, which must be the same for all of them.
+        dtype: dtype in which the values were computed. "auto" uses the dtype in which this model's stored values were computed.
+            If the store has values of this model in more than one dtype, "auto" raises UsageError.
         max_length: the trainer's max_length; see `score`.
         truncation_mode: the trainer's truncation_mode; see `score`.
         ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion; None to give all tokens the
@@ -266,7 +267,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that record the reasons why rows cannot be used.
 
     Args:
-        problems: dict from row number to problem. The first ten bad rows are added to it.
+        problems: dict from row number to problem, to which the first ten bad rows are added.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -311,8 +312,8 @@ def _tokenizer(
 ) -> Callable[[], PreTrainedTokenizerBase]:
     """Return a function that returns the tokenizer.
 
-    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from it; if `tokenizer` is None, from `folder`. A
-    tokenizer object is returned unchanged.
+    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from there. If `tokenizer` is None, the function
+    loads the tokenizer from `folder`. If `tokenizer` is an object, the function returns this object.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
@@ -325,8 +326,9 @@ def _vision(
     """Return a function that returns the model's VisionProcessor. For a model that accepts only text, the function returns
     None.
 
-    If `tokenizer` is a processor object with an image processor, the VisionProcessor is made from that object. Otherwise, it is
-    loaded from `tokenizer` if that is a folder or a hub id, and from `folder` if not.
+    If `tokenizer` is a processor object with an image processor, the VisionProcessor is made from that object. If
+    `tokenizer` is a folder or a hub id, the VisionProcessor is loaded from there. In all other cases, the VisionProcessor is
+    loaded from `folder`.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
@@ -339,8 +341,8 @@ def _vision(
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
     """Call a function for a dataset, or for each split of a DatasetDict.
 
-    Return the function's result. For a DatasetDict, return a dict with one ScoreSummary for each split, or a DatasetDict of the
-    joined splits. If a split fails, the error message names the split.
+    Return the function's result. For a DatasetDict, return a dict from each split's name to its ScoreSummary, or a DatasetDict
+    of the joined splits. If a split fails, the error message names the split.
     """
     if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")

@@ -29,7 +29,7 @@ class Engine(Protocol):
     """An engine that scores the sequences of a dataset."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that this engine cannot score, as a dict of index -> reason."""
+        """Return the sequences that this engine cannot score, as a dict from index to reason."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive.
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Return a description of how this engine computes values. The description is stored with the values."""
 
     def operations(self) -> Operations:
-        """Return the operation counts of all sequences scored so far. They are 0 if the engine cannot count operations."""
+        """Return the operation counts of all sequences scored so far. The counts are 0 if the engine cannot count them."""
 
     def peak_flops_per_second(self) -> float | None:
         """Return the device's peak matrix-multiplication rate, in operations per second, or None if it cannot be measured."""
@@ -115,8 +115,9 @@ class EngineChoice:
         served_model: for remote, the name under which the server serves the model; None if the server has only one model.
         concurrency: for remote, the maximum number of simultaneous requests.
         patience_seconds: for remote, the maximum number of seconds to wait while the server is unreachable or busy.
-        check_claim: for remote, whether to check before scoring that the server serves the reference. A few of its log-probs
-            are compared with log-probs computed with the local weights. If they differ too much, EngineError is raised.
+        check_claim: for remote, whether to check before scoring that the server serves the reference model. A few of the
+            server's log-probs are compared with log-probs computed with the local weights. If they differ too much, EngineError
+            is raised.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -204,7 +205,7 @@ class EngineChoice:
         for attempt in range(_LOAD_ATTEMPTS):
             try:
                 return self._made(model, reference)
-            except FileChangedError as error:  # new permissions or hard links also change a file's timestamps
+            except FileChangedError as error:  # try again: new permissions or hard links also change timestamps
                 if isinstance(error, ContentMismatchError) or attempt == _LOAD_ATTEMPTS - 1:
                     raise
                 gc.collect()
@@ -244,12 +245,12 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the hashed files are still at their paths: vLLM opens them by path."""
+            """Check before and after the block that the hashed files are still at the paths from which vLLM opens them."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
                     yield
-                finally:  # if a changed file caused an error in the block, FileChangedError replaces it
+                finally:  # if a changed file caused an error in the block, FileChangedError replaces that error
                     opened.files.check(by_path=True)
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable

@@ -51,7 +51,7 @@ class PictureError(Exception):
     """An image can no longer be read when its sequence is scored. Engines catch this error, and the sequence gets no values.
 
     Attributes:
-        digest: `pixel_digest` of the image.
+        digest: the image's `pixel_digest` (see reflogp.store.images).
     """
 
     def __init__(self, digest: bytes, reason: str) -> None:
@@ -83,10 +83,10 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: dict of index -> reason, for the sequences that cannot be scored. The index is the position among the
-            sequences passed to the engine, starting at 0.
-        results: one entry for each sequence passed to the engine: its token_logps (float32), or None if the sequence's index is
-            in `problems`.
+        problems: dict from index to reason, for the sequences that cannot be scored. The index is the sequence's position among
+            the sequences passed to the engine, starting at 0.
+        results: list with one entry for each sequence passed to the engine: the sequence's token_logps (float32), or None if
+            its index is in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[Any]) -> None:

@@ -18,7 +18,7 @@ Frame = tuple[dict[str, Any], bytes]
 
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
-    """Encode a message as the bytes of a frame."""
+    """Return the bytes of a frame with this JSON object (`message`) and body."""
     head = json.dumps(message).encode()
     return _LENGTHS.pack(len(head), len(body)) + head + body
 

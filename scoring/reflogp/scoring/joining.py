@@ -43,8 +43,8 @@ class JoinSummary:
         bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
             are damaged or not finite.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: number of rows that were left out because TRL drops them: the prompt alone fills max_length (only with
-            truncation_mode "keep_start").
+        dropped_rows: number of rows that were left out because TRL drops them. With truncation_mode "keep_start", TRL drops a
+            row if its prompt alone fills max_length.
         coverage: written / (rows - dropped_rows); 0.0 if the divisor is 0.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of the snapshot that was read.
@@ -103,7 +103,7 @@ def join_dataset(
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
 
     Args:
-        dataset: the dataset to join. TokenizedDataset's argument `kept` must be None, because rows that are read from a file of
+        dataset: the dataset to join. It must have been created with `kept=None`, because rows that are read from a file of
             token ids lack the dataset's original columns.
 
     Raises:
@@ -159,13 +159,13 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """The rows with values in one window of a dataset, in the dataset's order.
+    """The rows that have values in one window (a group of consecutive rows) of a dataset, in the dataset's order.
 
     Attributes:
-        rows: the rows, each as a dict of the columns that were read from the dataset.
+        rows: the rows, each as a dict from column name to value, with the columns that were read from the dataset.
         numbers: row numbers in the dataset, starting at 0, int64.
         columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
-            and ref_row.
+            and row numbers (ref_row).
     """
 
     rows: list[dict[str, Any]]
@@ -254,11 +254,11 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     Args:
         dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins the rows of a RowSource, starting with the first, and yields JoinedWindows. Its second
+        windows: function that joins the rows of a RowSource, starting with the first row, and yields JoinedWindows. Its second
             argument is True if the dataset is a stream, which may be endless.
 
     Raises:
-        DatasetError: no row can be used.
+        DatasetError: no row can be used, and the dataset is not a stream.
         Errors raised by `windows`. If the dataset is a stream, the errors of `windows` are raised while the stream is read.
     """
     import datasets
@@ -312,7 +312,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
 
 
 def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
-    """Return the rows of a Dataset that have values, with `columns` added. Keep the dataset's features, split and format."""
+    """Return those rows that have values, with `columns` added. Keep the features, split and format of the Dataset."""
     import datasets
 
     numbers = columns[ROW_COLUMN].to_numpy()
@@ -353,7 +353,7 @@ class _Stream:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
-        # With several workers, each would read its own part of the inner stream and number its rows from 0.
+        # With several workers, each worker would read only a part of the source's rows and number that part from 0.
         if worker is not None and worker.num_workers > 1:
             raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):

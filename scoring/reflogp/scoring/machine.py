@@ -22,7 +22,7 @@ from reflogp.store.texts import counted
 
 # Devices
 
-#: Files in /dev on a machine with a GPU, created by NVIDIA's driver, by WSL or by AMD's driver.
+#: Glob patterns of the files in /dev that NVIDIA's driver, WSL or AMD's driver creates on a machine with a GPU.
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 _ASK = "import torch; print(torch.cuda.device_count())"
 _ASK_SECONDS = 300.0
@@ -51,18 +51,18 @@ def places(
     """Assign devices or GPUs to engines, and return the Place of each engine.
 
     Args:
-        devices: device names as in torch, "all" or "auto". "all" stands for all GPUs, or the CPU if there is no GPU; GPUs left
-            over after the last full group of `gpus_each` are not used. "auto" stands for a single device, which the engine
-            chooses.
+        devices: device names. Each is "cpu", "cuda" or "cuda:NUMBER" as in torch, or "all" or "auto". "all" stands for all
+            GPUs, or the CPU if there is no GPU. If the number of GPUs is not a multiple of `gpus_each`, the last ones are not
+            used. "auto" stands for a single device, which the engine chooses.
         count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if
-            `devices` contains "all" or a GPU's number, as in cuda:1.
+            `devices` contains "all" or a name with a GPU's number, such as cuda:1.
         gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
     Raises:
         UsageError: a name is unknown, a GPU does not exist, there are fewer than `gpus_each` GPUs, or the listed GPUs cannot be
-            divided into groups of `gpus_each`. UsageError is also raised if an engine needs several GPUs or chooses among them
-            itself, and a list of several devices contains a name without a GPU's number, such as cpu or cuda.
+            divided into groups of `gpus_each`. If an engine needs several GPUs or chooses among GPUs itself, UsageError is also
+            raised for a list of several devices in which a name has no GPU number, such as cpu or cuda.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
         raise UsageError(f"unknown device {unknown[0]!r}: use 'all', 'auto', 'cpu', 'cuda' or 'cuda:NUMBER'")
@@ -76,7 +76,7 @@ def places(
             raise UsageError(f"device {name}: torch detects {counted(count, 'GPU')}; {instead}")
     if not chooses_itself and gpus_each == 1:
         return [Place(name, name) for name in names]
-    if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
+    if names in (["cpu"], ["auto"], ["cuda"]):  # no GPU numbers to divide into groups
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
         raise UsageError(
@@ -128,15 +128,15 @@ def _visible(group: Sequence[str], count: int) -> str:
 # Memory
 #
 # A process can use all of the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd
-# units and batch schedulers set such limits. If a group exceeds its limit, the kernel kills one of its processes, or slows the
-# processes down if the limit is memory.high of cgroup v2.
+# units and batch schedulers set such limits. If a group exceeds its limit, the kernel kills one of the group's processes. If
+# the limit is memory.high of cgroup v2, the kernel slows the processes down instead.
 #
 # glibc and Arrow keep freed memory for reuse, in separate arenas for different threads. Over many small jobs, these arenas grow
 # even though their memory is no longer in use.
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-#: For cgroup versions 2 and 1: the file with the memory use of a group and its subgroups, and the prefix of the page cache's
-#: fields in memory.stat.
+#: One pair for cgroup version 2 and one for version 1. Each pair consists of the name of the file with the memory use of a
+#: group and its subgroups, and the prefix of the page cache's fields in memory.stat.
 _USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
 
 
@@ -172,8 +172,8 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     for kind, mounted_group, mount_point in _memory_mounts(root):
         folder = root / mount_point.lstrip("/")
         group = PurePosixPath(groups.get(kind, "/"))
-        # In a container without a cgroup namespace, the path is the host's path, but the mount contains only part of the host's
-        # tree.
+        # In a container without a cgroup namespace, `group` is the cgroup's path on the host, but the mounted file system
+        # contains only a part of the host's cgroups.
         inside = group.relative_to(mounted_group) if group.is_relative_to(mounted_group) else PurePosixPath(".")
         for place in [inside, *inside.parents]:
             for name in _LIMIT_FILES[kind]:
@@ -223,7 +223,7 @@ def _plain(text: str) -> str:
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """Yield the number of bytes in a cgroup file that contains a limit or a memory use.
+    """Yield the number that a cgroup file contains: a memory limit or a memory use, in bytes.
 
     Yield nothing if the file cannot be read, or contains 0 or a word ("max" means no limit).
     """

@@ -112,7 +112,7 @@ class Sender(SpanProcessor):
 
 
 class _Reasons(logging.Filter):
-    """A filter that keeps the exporter's messages out of the log: if the collector is unreachable, there are many of them.
+    """A filter that keeps the exporter's messages out of the log, because there are many if the collector is unreachable.
 
     Attributes:
         first: the first message that the exporter logged about the latest request to the collector; empty if there is none.
@@ -130,7 +130,7 @@ class StartedSpan:
 
     Attributes:
         span: the SDK's span, or INVALID_SPAN if the run already has MOST_SPANS spans of this name. An INVALID_SPAN is not sent,
-            but the root span's attributes include its stage in their counts and durations.
+            but its stage is included in the counts and durations that the root span has as attributes.
         discarded: True after a call to `discard`.
 
     Args:
@@ -165,16 +165,16 @@ class StartedSpan:
 
 
 class TracedRun:
-    """The root span of a traced run and the spans of its stages, which may run in several threads.
+    """The root span of a traced run and the spans of its stages. Stages may run in several threads.
 
     Args:
         tracer: the SDK's object that creates spans.
-        root: the root span.
+        root: the SDK's root span.
         stops: types of exceptions that end the run but do not count as errors.
         ids: attributes to set on every span.
 
     Attributes:
-        root: the root span.
+        root: the root span, as a StartedSpan.
     """
 
     def __init__(self, tracer: trace.Tracer, root: trace.Span, stops: tuple[type[BaseException], ...], ids: Attributes) -> None:

@@ -50,7 +50,8 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 _run: ContextVar[TracedRun | None] = ContextVar("traced_run", default=None)
 _connecting = threading.Lock()
-_senders: list[Sender | None] = []  # has one entry after the first run with a collector: None if spans cannot be sent
+# Empty until the first run for which a collector is configured. Then it has one entry, which is None if spans cannot be sent.
+_senders: list[Sender | None] = []
 
 
 @contextmanager
@@ -61,15 +62,15 @@ def run_span(
     flush_at_end: bool = False,
     **ids: str | int | None,
 ) -> Iterator[Span]:
-    """Trace the `with` block as a run, and yield the root span. Inside another run, yield the root span of the outer run.
+    """Trace the `with` block as a run, and yield the root span. If a run is already being traced, only yield its root span.
 
     Args:
         name: name of the root span.
-        parent: W3C traceparent of the span that caused the run; None for the caller's current span, if there is one.
+        parent: W3C traceparent of the span that caused the run. If None, the caller's current span, if any, is the parent.
         stops: types of exceptions that end the run but do not count as errors.
         flush_at_end: if True, wait up to FLUSH_SECONDS at the end of the run for the collector to receive the spans. If SIGTERM
-            arrives during the run, wait in the same way before the process exits; this works only in the main thread, and only
-            if the program has not set its own SIGTERM handler.
+            arrives during the run, wait in the same way before the process exits. SIGTERM is handled only if the run is in the
+            main thread and the program has not set its own SIGTERM handler.
         ids: attributes to set on every span of the run.
     """
     around = _run.get()
@@ -110,7 +111,7 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
     """Yield the items of an iterable, and record a span for each item.
 
-    The span lasts as long as the iterable takes to produce the item, and its attributes are the result of `describe(item)`.
+    The span covers the time in which the iterable produces the item. The span's attributes are the result of `describe(item)`.
     """
     iterator = iter(items)
     while True:

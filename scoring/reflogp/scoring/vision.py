@@ -21,7 +21,7 @@ class VisionProcessor:
     Attributes:
         processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
-        tokens: converts a text with images into token ids, given the sizes and modes of the images.
+        tokens: object that converts a text with images into token ids. It needs only the sizes and modes of the images.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """
 
@@ -45,8 +45,8 @@ def load_processor(
     """Load a model's processor. Return None if the model accepts only text, or if `folder` or `model` has only a tokenizer.
 
     Args:
-        folder: folder of the processor, which may be the same as `model`. In this case, if `model` is the folder of an adapter
-            that has no processor, the processor is loaded from the folder of the adapter's base model.
+        folder: folder of the processor, which may be the same folder as `model`. If both are the folder of an adapter without a
+            processor, the processor is loaded from the folder of the adapter's base model.
         model: folder of the model or of its adapter; the image token is read from the model's config.
         chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
         trust_remote_code: whether to run code from these folders.
@@ -58,7 +58,7 @@ def load_processor(
     base = resolve_model(model)
     if not (base / "config.json").is_file():
         if not (base / "adapter_config.json").is_file():
-            return None  # only a tokenizer: the weights are on a server, which gets no images
+            return None  # the folder has only a tokenizer. The weights are on a server, to which reflogp sends no images
         base = read_checkpoint(base).folder
     names = ("processor_config.json", "preprocessor_config.json")
     places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder rarely has these files

@@ -129,7 +129,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return three things: the devices of the workers, a function that starts a worker, and a function to call at shutdown.
+    """Return (devices of the workers, function that starts a worker, function to call at shutdown).
 
     The list of devices has one entry for each worker. It is empty if no models are configured.
     """

@@ -24,9 +24,10 @@ SESSION_SECONDS = 12 * 3600
 #: Maximum number of sessions per token. Signing in beyond this limit ends the token's oldest session, so the sessions of one
 #: token can neither fill the memory nor end sessions of other tokens.
 _MOST_SESSIONS = 100
-#: Methods that the session cookie authorizes on the routes that use `requires`. These methods only read, because browsers also
-#: send the cookie when a page of another service on the same host makes a request. The forms of the web pages also use the
-#: cookie, but check which page sent them (see `sites.is_of_own_page`).
+#: HTTP methods for which the routes that use `requires` accept the session cookie. Methods that change something are not in the
+#: list, because browsers also send the cookie when a page of another service on the same host makes a request. The routes that
+#: receive the forms of the web pages also accept the cookie, but refuse a form that was not sent from a page of this service
+#: (see `sites.is_of_own_page`).
 _SAFE_METHODS = ("GET", "HEAD")
 
 
@@ -53,7 +54,7 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
 @dataclass(frozen=True)
 class _Session:
     sha256: str  # digest of the token that was used to sign in
-    expires_at: float  # time.monotonic
+    expires_at: float  # in seconds, on the clock of time.monotonic
 
 
 class Sessions:
@@ -70,7 +71,7 @@ class Sessions:
 
     def __init__(self, tokens: list[TokenSettings]) -> None:
         self._entries = {entry.sha256: entry for entry in tokens}
-        self._sessions: dict[str, _Session] = {}  # digest of the cookie -> session, oldest first
+        self._sessions: dict[str, _Session] = {}  # from the digest of each cookie to its session, oldest session first
 
     def begin(self, token: str) -> str:
         """Begin a session for a known token, and return the value of the session cookie."""
@@ -114,9 +115,9 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     token has neither scope.
 
     Browsers send no Authorization header when a user follows a link or a script opens an EventSource. A GET or HEAD request
-    without this header is therefore admitted if the browser is signed in with a token that has the scope. If the settings
-    contain no tokens, every request is admitted under the name `loopback`. In that case, ServerSettings requires the service to
-    listen on a loopback address.
+    without this header is therefore admitted if the browser is signed in with a token that has one of these scopes. If the
+    settings contain no tokens, every request is admitted, and the dependency returns the name "loopback". In that case,
+    ServerSettings requires the service to listen on a loopback address.
     """
 
     async def check(

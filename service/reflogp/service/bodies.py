@@ -50,15 +50,16 @@ _JSON_COST = 24
 _MAX_JSON_PARTS = 10_000
 #: The maximum size in bytes of an Arrow message's metadata (schema, buffer offsets), and the maximum number of messages in a
 #: stream. Ordinary streams have about a kilobyte of metadata, and one batch for every few thousand rows. Parsing metadata and
-#: messages takes far more memory than the bytes themselves.
+#: messages takes far more memory than their bytes in the stream.
 _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
 #: Number of bytes allowed for a stream's headers, padding and metadata, in addition to its data.
 _FRAME_BYTES = 1 << 20
-#: Size in bytes of the pieces in which a response is sent. Each piece is created only after the previous piece was sent, so a
-#: slow reader keeps only one piece in memory.
+#: Size in bytes of the pieces in which a response is sent. Each piece is created only after the previous piece was sent, so
+#: the connection to a client that reads slowly buffers only one piece.
 PIECE_BYTES = 256 << 10
-#: Indices of fields in Arrow's flatbuffers (format/Message.fbs): header_type and header of Message, length and compression of
-#: RecordBatch. The last number is not an index, but the value of header_type if the message is a record batch.
+#: Indices of fields in Arrow's flatbuffers (format/Message.fbs). `_HEADER_TYPE` and `_HEADER` are fields of Message. `_LENGTH`
+#: and `_COMPRESSION` are fields of RecordBatch. `_RECORD_BATCH` is not an index, but the value of the field header_type if the
+#: message is a record batch.
 _HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
 
 
@@ -154,7 +155,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
-    # Pydantic creates an error object of about a kilobyte for each invalid list, object or field.
+    # The number of parts is limited, because pydantic creates an error object of about a kilobyte for each invalid part.
     if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
         raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
     try:
@@ -292,7 +293,10 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Return a list array's offsets into its flattened values, as int32: the start of each list, then the end of the last."""
+    """Return a list array's offsets into its flattened values, as int32.
+
+    The offsets are the start of each list, followed by the end of the last list.
+    """
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)

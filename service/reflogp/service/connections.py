@@ -3,8 +3,8 @@
 The head of a request (request line and headers) must arrive within `head_seconds`, even on a keep-alive connection. A client
 that reads a response must not pause for longer than `answer_idle_seconds`. A client that does not pause, but reads so slowly
 that a full write buffer does not drain within this time, is disconnected too. At most `max_waiting` connections may wait for
-the head of a request. If one more begins to wait, the connection that has waited longest is closed. Clients that send the head
-of a request one byte at a time therefore cannot keep the service from serving other clients.
+the head of a request. If another connection begins to wait, the connection that has waited longest is closed. Clients that send
+the head of a request one byte at a time therefore cannot keep the service from serving other clients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reflogp.service.problems import Problem
 
 logger = logging.getLogger(__name__)
 
-#: Number of open files that the process needs in addition to its connections (shards, pipes, the ledger).
+#: Number of open files (shards, pipes, the ledger) that the process needs in addition to its connections.
 _OTHER_FILES = 512
 _LEAST_WAITING = 32
 

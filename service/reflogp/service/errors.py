@@ -30,5 +30,5 @@ class LedgerDamagedError(LedgerError):
 class LedgerReplacedError(LedgerError):
     """Another service has taken over the ledger, or the ledger's file was moved, deleted or replaced.
 
-    Until this is corrected, every write fails.
+    Every write fails until the service is restarted, or until a moved file is put back.
     """

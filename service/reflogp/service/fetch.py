@@ -5,14 +5,15 @@
 The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
 even if it has internal addresses. The prefix https:// (or http://) without a host allows every host that has only public
 addresses, but only on port 443 (or 80). `fetch` checks all addresses of such a host, then connects to one of them without
-resolving the name again. The prefixes s3://, gs:// and az:// allow every bucket of the object store, and hf:// allows every
-dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision allows the repository's files
-at every revision.
+resolving the host name again. The prefixes s3://, gs:// and az:// allow every bucket of the object store with that scheme, and
+hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision allows the
+repository's files at every revision.
 
 If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
 The time limit (setting fetch_seconds) does not interrupt the resolution of a host name, or a request to an object store or the
-Hub. Only the timeouts of the resolver or the client library end these, so a fetch may take a few minutes longer than the limit.
+Hub. The resolver and the client libraries have their own timeouts for these operations, so a fetch may take a few minutes
+longer than the limit.
 """
 
 from __future__ import annotations
@@ -66,12 +67,13 @@ _POLL_SECONDS = 0.2
 #: An HTTP download is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting,
 #: so that a server cannot keep the download open by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: Matches a URI of at most 4,096 characters that are allowed by RFC 3986. The `#` that begins a fragment is not accepted.
+#: Matches 1 to 4,096 characters that RFC 3986 allows in URIs. `#` is excluded, so URIs with a fragment are refused.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-#: Matches the last label of a host name that resolvers would interpret as an IPv4 address in decimal, octal or hexadecimal.
+#: Matches the last label of a host name if the label is a decimal, octal or hexadecimal number. Resolvers would interpret such
+#: a host name as an IPv4 address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -107,7 +109,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error if a URI, or the config for it, can be refused without opening a connection.
+    """Raise an error if a URI, or the config of a dataset, can be refused without opening a connection.
 
     Raises:
         Problem: 403 if the settings do not allow the URI. 422 if the URI is malformed, if the URI names neither a file with
@@ -158,16 +160,17 @@ def fetch(
         uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
         folder: folder to fetch the dataset into. The folder's quota limits the total size of uploads and fetched datasets.
         settings: allowed prefixes, and limits on time and size.
-        cancelled: function that is called a few times per second during an HTTP download and while the files of a Hub dataset
-            are looked up, and after each chunk from an object store or the Hub. The fetch stops when `cancelled` returns True.
+        cancelled: function that returns True if the fetch must stop. It is called a few times per second during an HTTP
+            download and while the files of a Hub dataset are looked up. During a download from an object store or the Hub, it
+            is called after each chunk.
         arrived: called after each chunk with the total number of bytes that have arrived.
         config, split: config and split to fetch if the URI names a whole dataset on the Hub. If `config` is None, the default
             config is fetched.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
-        DatasetError: the URI is malformed or not allowed, the dataset cannot be read or written to the folder, or the dataset
-            is larger or arrives more slowly than the settings allow.
+        DatasetError: the URI is malformed or not allowed, the dataset cannot be read, it cannot be written to the folder, or
+            it is larger or arrives more slowly than the settings allow.
         LedgerError: the quota was reached, and the ledger could not be read to find datasets that can be deleted.
         UsageError: a prefix in the settings is malformed.
     """
@@ -430,9 +433,9 @@ async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[s
 
 
 def _redirected(uri: _Uri, location: str, settings: ServerSettings) -> tuple[_Uri, bool]:
-    """Return the URI that a redirect leads to, and whether its host is trusted.
+    """Return the URI that a redirect leads to, and whether that URI's host is trusted.
 
-    Raises ValueError if the redirect does not lead to an HTTP or HTTPS URI that the settings allow.
+    Raise ValueError if the redirect does not lead to an HTTP or HTTPS URI that the settings allow.
     """
     try:
         target = _parse(urljoin(f"{uri.scheme}://{uri.authority}{uri.path}", location))
@@ -473,7 +476,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         if about.type != pafs.FileType.File:
             raise ValueError("the object does not exist")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # read the bytes as stored
+        with filesystem.open_input_stream(key, compression=None) as source:  # do not decompress
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)
@@ -533,16 +536,17 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A writer that saves a dataset, or one file of a dataset, and computes the digest of the file.
+    """A writer that saves one file of a dataset and computes the file's digest.
 
     Args:
-        path, file: the path, and the file that is open at this path.
-        folder: folder whose quota the bytes count against.
-        arrived: called after each write with the number of bytes of the whole dataset that have been written.
-        size: number of bytes of the same dataset that have already been written to other files.
+        path: path of the file.
+        file: the same file, open for writing.
+        folder: folder whose quota limits the written bytes.
+        arrived: called after each write with the number of bytes written so far for the whole dataset.
+        size: number of bytes that have already been written to other files of the dataset.
 
     Attributes:
-        size: number of bytes of the whole dataset that have been written, or 0 after `keep`.
+        size: number of bytes written so far for the whole dataset, or 0 after `keep`.
     """
 
     def __init__(
@@ -568,7 +572,7 @@ class _Sink:
         self._arrived(self.size)
 
     def keep(self, suffix: str) -> tuple[Path, str]:
-        """Rename the file to its digest plus the suffix; return the new path and the SHA-256 digest."""
+        """Rename the file to its SHA-256 digest followed by the suffix. Return the new path and the digest."""
         digest = self.written()
         file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
         self.size = 0

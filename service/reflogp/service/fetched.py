@@ -92,7 +92,8 @@ class FetchedFolder:
         self._ledger = ledger
         self._room = room
         self._lock = Lock()
-        self._fresh: dict[Path, int] = {}  # dataset that may not be in the ledger yet -> number of fetches that protect it
+        # for each dataset that may not be in the ledger yet: the number of fetches that protect it from deletion
+        self._fresh: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for partial_dataset in folder.glob(f"{PARTIAL}*"):
             _delete(partial_dataset)
@@ -102,7 +103,7 @@ class FetchedFolder:
     def take(self, size: int) -> None:
         """Count `size` received bytes against the quota.
 
-        Raise ValueError if they would exceed the quota even after all unneeded files are deleted.
+        Raise ValueError if these bytes would exceed the quota even after all unneeded files are deleted.
         """
         if not self._room.take(size):
             self._room.sweep()
@@ -126,7 +127,7 @@ class FetchedFolder:
 
         Args:
             partial_dataset: path of the complete file or folder, whose name still begins with PARTIAL.
-            name: final name: the digest and, for a file, the suffix.
+            name: final name, which consists of the digest and, for a file, the suffix.
             size: number of bytes that were counted against the quota for this dataset.
         """
         file = self.folder / name

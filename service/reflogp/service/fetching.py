@@ -34,7 +34,7 @@ class _Fetch:
     """A running fetch.
 
     Attributes:
-        stop: set to stop the fetch.
+        stop: event that is set to stop the fetch.
         size: number of bytes that have arrived so far.
     """
 
@@ -52,10 +52,11 @@ class Fetching:
     Args:
         settings: limits on fetches.
         ledger: lists the queued jobs whose datasets must be fetched.
-        pending: records the fetched files in the ledger.
+        pending: queue of writes to the ledger, used to record the fetched files.
         folder: folder to fetch the datasets into.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
-        on_failed: called with a job's id and the reason when a fetch fails; it must mark the job as failed.
+        on_failed: called with a job's id and the reason when the fetch of the job's dataset fails. This function must mark the
+            job as failed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Let idle workers help with a running job, and relay frames between these helpers and the job's own worker (the owner).
+"""Let idle workers help with a running job, and relay frames between these helpers and the worker that runs it (the owner).
 
 A frame is a message between the service and a worker. Use this module only in the event loop, because it is not thread-safe.
 Units of work (batches of sequences to score) are relayed without being decoded.
@@ -11,7 +11,7 @@ Owners, helpers and the service exchange the following frames, usually in this o
     ask      owner -> service -> helper   a request, which can contain a unit of work
     answer   helper -> service -> owner   the result of a request
     stop     service -> helper            stop helping
-    helped   helper -> service            the helper has stopped; `error` is None unless an error was the cause
+    helped   helper -> service            the helper has stopped; `error` is the error that stopped it, or None
     gone     service -> owner             a helper that was ready has stopped, or its process has ended
 """
 
@@ -29,8 +29,8 @@ from reflogp.service.worker.protocol import HelpOrder
 
 logger = logging.getLogger(__name__)
 
-#: Workers help only with jobs that have at least this many seconds of work left: _LEFT_SECONDS if the worker has loaded the
-#: job's model, else _LEFT_TO_LOAD_SECONDS.
+#: A worker that has loaded a job's model helps only if the job has at least _LEFT_SECONDS of work left. For a worker that must
+#: first load the model, the minimum is _LEFT_TO_LOAD_SECONDS.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
 #: A worker that has failed this many times while helping with a job is no longer asked to help with that job.
 _FAILURES = 3
@@ -62,8 +62,8 @@ class Helping:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._helps: dict[int, _Help] = {}  # number of the helper -> its state
-        self._failures: Counter[tuple[int, str]] = Counter()  # (worker, job) -> failures
+        self._helps: dict[int, _Help] = {}  # the state of each helper, by the worker's number
+        self._failures: Counter[tuple[int, str]] = Counter()  # failures for each pair (worker's number, job id)
 
     def is_helping(self, number: int) -> bool:
         """Return whether a worker is helping with a job.
@@ -73,7 +73,7 @@ class Helping:
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Ask idle workers to help with a job if the job is expected to keep running for long enough to make help worthwhile.
+        """Ask idle workers to help with a job if the job is expected to run long enough to make help worthwhile.
 
         A worker that would have to unload a model before it could help is not asked. If a sequence of the job kills workers, no
         worker is asked to help until the service has found this sequence. Until then, the sequence can kill only the worker
@@ -148,8 +148,8 @@ class Helping:
                 was computing an online request when it died.
         """
         if (help := self._helps.get(worker.number)) is not None:
-            # Loading the model may have killed a worker that had not joined yet. Do not ask this worker to help
-            # with the job again.
+            # If the worker had not joined yet, loading the model may have killed it. In that case, do not ask this
+            # worker to help with the job again.
             self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES
             self._gone(worker.number, reason, blame)
 

@@ -76,15 +76,15 @@ class Submission:
         identity: the submitter and the Idempotency-Key, or `content` if no key was sent. Submitting the same identity again
             does not create a second job, except in the cases described under `lasting`.
         content: SHA-256 digest (hex) of the reference id, the tokenizer, the dataset and the settings, except priority and
-            title. A dataset is represented by its URI if the job names a URI, otherwise by the digest of its content and, if
-            the job names a path, also by that path with symbolic links resolved.
+            title. If the job names a URI, the URI represents the dataset. Otherwise, the digest of the dataset's content
+            represents it. If the job names a path, the path with symbolic links resolved is included too.
         lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
             changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
             the same identity is done. Even with `lasting=True`, a submission without an Idempotency-Key creates a new job if
             the earlier job is done and its rows refer to image files, because `content` does not cover those files.
-        source: description of the dataset for the worker: a dict with the keys name and split and, where they apply, file,
-            digest, path, uri and config. If the dataset is given by its URI, file and digest are added when the dataset has
-            been fetched.
+        source: dict that describes the dataset for the worker. It always has the keys name and split. The keys file, digest,
+            path, uri and config are present only where they apply. If the dataset is given by its URI, file and digest are
+            added when the dataset has been fetched.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
     """
 
@@ -109,7 +109,8 @@ class Claim:
             reduced the number of suspects.
         suspects: keys (hex) of the sequences that may have killed a worker, because the worker was scoring them when it died.
             The suspects are scored again in smaller and smaller groups, to find the sequence that kills workers.
-        poison: key (hex) -> reason, for each sequence that is skipped because it killed workers.
+        poison: dict from the key (hex) of each skipped sequence to the reason for skipping it. A sequence is skipped if it
+            killed workers.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
@@ -158,7 +159,7 @@ class Ledger:
         self._file.close()
 
     def submit(self, asked: Submission) -> tuple[Job, bool]:
-        """Record a submission. Return its job, and True if the job is new or False if it already existed.
+        """Record a submission. Return its job, and whether the job is new.
 
         If a job with the same identity exists, that job is returned, except in the cases described under `lasting` in
         Submission. If that job has failed or was cancelled, it is first queued again.
@@ -170,7 +171,7 @@ class Ledger:
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
             known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
             if known is not None and known["state"] == "done" and not _is_lasting(asked, known["summary"]):
-                # the new job takes over the identity; an identity must be unique, so the old job gets its own id instead
+                # the new job takes over the identity; identities must be unique, so the old job's id becomes its identity
                 db.execute("update job set identity = id where id = ?", [known["id"]])
                 known = None
             if known is not None:
@@ -448,7 +449,7 @@ class Ledger:
         return [row["id"] for row in self._all(query, moment.isoformat())]
 
     def forget(self, jobs: Collection[str]) -> None:
-        """Delete the given jobs. Jobs that have not ended are kept."""
+        """Delete those of the given jobs that have ended."""
 
         def forget(db: sqlite3.Connection) -> None:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"

@@ -21,8 +21,8 @@ from typing import TypeVar
 from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerReplacedError, LedgerUnavailableError
 from reflogp.store import UsageError
 
-#: StateLock waits up to _PATIENCE_SECONDS, because a service that was just killed may still hold the lock. It tries again every
-#: _PAUSE_SECONDS.
+#: StateLock tries to get the lock every _PAUSE_SECONDS for up to _PATIENCE_SECONDS, because a service that was just killed may
+#: still hold the lock.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 
 
@@ -92,9 +92,10 @@ _REASONS = {
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened",
     sqlite3.SQLITE_IOERR: "the file cannot be read or written",
 }
-#: After these errors, the connection is kept: it still works, and a new connection would need disk space.
+#: After these errors, the connection is kept, because it still works. If the disk is full, there may be no space to open a new
+#: connection.
 _CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
-#: Text in an error message -> SQLite's error code, for errors that have no code attribute.
+#: Dict from a text in an error message to SQLite's error code. It is used for exceptions without `sqlite_errorcode`.
 _CODES_BY_TEXT = {
     "locked": sqlite3.SQLITE_BUSY,
     "is full": sqlite3.SQLITE_FULL,
@@ -106,7 +107,7 @@ _OWNER = "create table if not exists owner (token text not null) strict"
 
 
 class LedgerFile:
-    """An SQLite file in WAL mode. Thread-safe.
+    """An SQLite file in WAL mode. Several threads can use a LedgerFile at the same time.
 
     Args:
         file: path of the SQLite file, which is created if it does not exist.
@@ -115,7 +116,7 @@ class LedgerFile:
         patience_seconds: how long a failing read or write is retried. While `trouble` is set, nothing is retried.
 
     Attributes:
-        trouble: the reason why the ledger cannot currently be used, or None if it can be used.
+        trouble: the error that says why the ledger cannot currently be used, or None if it can be used.
         failures: number of failed attempts to read or write the file, including retries.
 
     Raises:
@@ -124,7 +125,7 @@ class LedgerFile:
     """
 
     def __init__(self, file: Path, schema: str, version: int, patience_seconds: float) -> None:
-        self._file = file.resolve()  # SQLite writes the write-ahead log next to the resolved file
+        self._file = file.resolve()  # if `file` is a link, SQLite's write-ahead log is next to the target
         self._schema = schema
         self._version = version
         self._patience = patience_seconds
@@ -298,7 +299,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Open a new connection to replace a failed one. If no new connection can be opened, keep the failed one."""
+        """Replace a failed connection with a new connection. If this is not possible, keep the failed connection."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:

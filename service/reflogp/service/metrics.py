@@ -87,8 +87,9 @@ class Metrics:
         Args:
             ready: number of workers that accept work.
             answering: number of workers that accept work and answer pings.
-            busy: worker number -> ("load" or "pass", seconds since the engine began this model load or forward pass), or None
-                if the worker's engine is idle.
+            busy: dict from each worker's number to what its engine is doing. The value is None if the engine is idle.
+                Otherwise, it is a pair: "load" (model load) or "pass" (forward pass), and the seconds since the load or pass
+                began.
         """
         self._workers.set(ready)
         self._answering.set(answering)
@@ -100,9 +101,9 @@ class Metrics:
         """Set the gauges of jobs, queued tokens and memory, and return all metrics in the Prometheus text format.
 
         Args:
-            jobs: number of jobs in each state. None leaves the job gauges unchanged.
+            jobs: dict from each state to its number of jobs. If None, the job gauges stay unchanged.
             online_tokens: number of tokens in online requests that are queued or running.
-            memory: resident memory of each process in bytes, by process name.
+            memory: dict from each process's name to its resident memory in bytes.
         """
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))

@@ -18,7 +18,7 @@ JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 
-#: Pattern of names that are safe in URLs and as file names, with no slash and no leading dot.
+#: Pattern of names that are safe in URLs and as file names. They contain no slash and do not begin with a dot.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 #: Pattern of the names of uploads. The suffix determines the format. Text formats may be compressed.
@@ -249,7 +249,7 @@ class Outlier(BaseModel):
 
 
 class RowProblem(BaseModel):
-    """A dataset row without values, and the reason."""
+    """A dataset row without values, and the reason why it has none."""
 
     row: int = Field(description="Number of the row in the dataset, starting at 0.")
     error: str = Field(description="Reason why the row has no values.")

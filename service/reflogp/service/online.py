@@ -27,7 +27,7 @@ from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
 
-#: A request fails after this many workers have died while computing it, because it probably caused the deaths.
+#: A request fails after this many worker processes have died while computing it. The request probably caused the deaths.
 _DEATHS = 2
 #: Assumed size in bytes of one token id in a frame sent to a worker.
 _TOKEN_BYTES = 8
@@ -42,11 +42,12 @@ class Scored:
     Attributes:
         outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: seconds from the start of the computation to the request's last outcome. If the worker computes
-            several requests together, the time can include work on the other requests. 0 if nothing was computed.
-        queue_seconds: seconds between the arrival of the request at the worker and the start of the computation. 0 if nothing
+        engine_seconds: seconds from the start of the computation to the request's last outcome, or 0 if nothing was computed.
+            If the worker computes several requests together, the time can include work on the other requests.
+        queue_seconds: seconds from the arrival of the request at the worker to the start of the computation, or 0 if nothing
             was computed.
-        snapshot: number of the snapshot that was read, or None if the store was not read or has no values for the reference.
+        snapshot: number of the reference's snapshot in which the sequences were looked up, or None if the store was not read
+            or has no values for the reference.
     """
 
     outcomes: pa.Table
@@ -78,12 +79,12 @@ class _Pending:
 
 
 class OnlineScoring:
-    """Online scoring requests from all callers.
+    """Sends the online scoring requests of all callers to workers.
 
     Args:
         settings: settings of the service. `max_queued_tokens` limits the tokens that are queued for each worker.
-        registry: the references and their snapshots in the store.
-        metrics: metrics to update.
+        registry: registry of the service's references. It also returns the references' snapshots in the store.
+        metrics: the service's metrics, in which online requests are counted and timed.
     """
 
     def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
@@ -99,7 +100,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens in unanswered requests to one worker, or to all workers."""
+        """Return the number of tokens in unanswered requests to `worker`, or to all workers if `worker` is None."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -115,19 +116,20 @@ class OnlineScoring:
 
         Args:
             reference: name or id of one of the service's references.
-            sequences: table with the columns prompt_ids and completion_ids, list<int32>. If there is a third column,
-                attention_mask, the sequences are rows of padded batches; their values are neither looked up nor stored.
+            sequences: table with the columns prompt_ids and completion_ids, each of type list<int32>. If there is a third
+                column, attention_mask, the sequences are rows of padded batches. In this case, their values are neither looked
+                up nor stored.
             temperature: number to divide the logits by. Values at temperatures other than 1 are neither looked up nor stored.
             cache_read: whether to return stored values instead of computing them.
             cache_write: whether to store computed values.
-            deadline_seconds: maximum time to wait.
+            deadline_seconds: maximum time to wait for the values, in seconds.
 
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
-            Problem: 429 with Retry-After if too many tokens are queued; 500 if workers died while computing the request; 503 if
-                no worker can respond, the worker still has to read too many bytes of earlier requests, or the model cannot be
-                loaded; 504 if the deadline has passed.
+            Problem: the request fails with one of these statuses. 429 with Retry-After: too many tokens are queued. 500: worker
+                processes died while computing the request. 503: no worker can respond, the worker still has too many bytes
+                of earlier requests to read, or the model cannot be loaded. 504: the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -167,10 +169,11 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """After a worker's process has exited, send the worker's unanswered requests to its next process.
+        """After a worker's process has exited, send the worker's unanswered requests to the worker's next process.
 
-        If the exited process was computing a request, the next process computes that request alone. A request fails if several
-        consecutive starts of the worker have failed, or once _DEATHS processes have died while computing the request.
+        If the exited process was computing a request, the next process computes that request alone. A request is not sent again
+        but fails if several consecutive starts of the worker have failed, or if _DEATHS processes have died while computing the
+        request.
 
         Return True if the exited process was computing any of the requests.
         """

@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         call, then: see PendingWrites.put.
-        settled: set when the write has succeeded, or when a call of `flush` has ended without executing it.
+        settled: event that is set when the write is removed from the queue, or when a call of `flush` leaves it in the queue.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job, until it has been written to the ledger.
+    """The latest progress of a job that has not been written to the ledger yet.
 
     Attributes:
         progress, committed: see Ledger.progressed.
@@ -77,11 +77,10 @@ class PendingWrites:
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
-        """Queue a write for a job. Until the write has succeeded, `jobs` contains the job.
+        """Queue a write for a job. While the write is in the queue, `jobs` contains the job.
 
-        The returned awaitable completes when the write has succeeded, or when a call of `flush` has ended without executing the
-        write. In the second case, the write stays in the queue. While the ledger cannot be used, the awaitable completes at
-        once.
+        The returned awaitable completes when the write is removed from the queue, or when a call of `flush` leaves the write in
+        the queue because the write failed or was not tried. While the ledger cannot be used, the awaitable completes at once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.

@@ -1,8 +1,8 @@
 """Start and monitor worker processes, exchange frames with them, and replace those that have exited.
 
-All code in this module runs in the event loop. A frame consists of a JSON object, whose field `op` names the type of the frame,
-and a body of bytes. The pool learns the state of each worker from the worker's `ready`, `loaded`, `pong` and `dying` frames,
-and passes all frames except `pong` to a callback.
+All code in this module runs in the event loop. A frame consists of a JSON object and a body of bytes. The JSON object's field
+`op` names the type of the frame. The pool learns the state of each worker from the worker's `ready`, `loaded`, `pong` and
+`dying` frames, and passes all frames except `pong` to a callback.
 
 The pool sends each worker a `ping` every few seconds. A separate thread in the worker answers pings, even while the worker
 loads a model or computes a forward pass. A worker that does not answer pings is therefore not just busy: its whole process has
@@ -45,7 +45,7 @@ _START_FACTOR = 10
 #: A worker that leaves a ping unanswered counts as late after this fraction of `silence_seconds`, and is killed after
 #: `silence_seconds`.
 _LATE_PART = 0.25
-#: During a long forward pass, a warning is logged each time this many more seconds have passed.
+#: A warning is logged when a forward pass has taken this many seconds, and again after each further period of this length.
 _LONG_PASS_SECONDS = 600.0
 #: When the pool closes, workers that have not exited after this many seconds are killed.
 _END_SECONDS = 25.0
@@ -62,15 +62,15 @@ class WorkerHandle:
         loaded: ids of the references whose engines are loaded.
         deaths: number of times so far that a process of this worker has exited or could not be started.
         memory_bytes: resident memory of the process at the last check, or 0 if there was no process or its memory is unknown.
-        last_error: reason why the worker's last process exited or could not be started, or "" if there is none. Reset when a
-            new process starts.
+        last_error: reason why the worker's last process exited or could not be started, or "" if there is none. When a new
+            process has started, last_error is set to "" again.
         broken: True if several consecutive starts have failed.
         silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
         late: True if an answer to a ping is overdue.
         answered: True if the current process has answered at least one ping.
         asked: True if the latest ping has not been answered yet.
-        doing: what the engine was doing at the last answer to a ping ("load" or "pass") and for how many seconds, or None if
-            the engine was idle.
+        doing: what the engine was doing when the worker last answered a ping. It is None if the engine was idle.
+            Otherwise, it is a pair: "load" (model load) or "pass" (forward pass), and the seconds since the load or pass began.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -134,7 +134,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping, or if the last ping is still unanswered, add `passed` to `silent_seconds`.
+        """Send a ping. If the last ping is still unanswered, instead add `passed` to `silent_seconds` and update `late`.
 
         Args:
             passed: seconds since the previous call.
@@ -243,7 +243,7 @@ class Pool:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """Start a process for a worker, handle its frames until it exits, and return the reason why it exited."""
+        """Start a process for a worker and handle the process's frames. After it has exited, return the reason for the exit."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:

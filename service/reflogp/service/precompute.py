@@ -1,7 +1,7 @@
 """Run precompute jobs: submit jobs, assign them to workers, and record their progress and final states.
 
-A precompute job scores a dataset with a reference. The code runs in the event loop, and accesses the ledger and files in
-threads.
+A precompute job scores a dataset with a reference. The code of this module runs in the event loop. Calls that use the ledger or
+files run in separate threads.
 
 Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
 are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs
@@ -51,13 +51,13 @@ logger = logging.getLogger(__name__)
 #: A job fails if this many workers have died since values of the job were last committed. A death is not counted if it reduced
 #: the number of suspects (see Claim), or if the worker was computing an online request.
 _DEATHS = 3
-#: A job that was submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose model is
-#: already loaded.
+#: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
+#: model is already loaded.
 _PATIENCE_SECONDS = 60.0
 #: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
-#: `Precompute.watch` yields None after each _ALIVE_SECONDS without a change. After each change, it waits for _EVENT_SECONDS, so
-#: that several changes in quick succession are yielded as one.
+#: While a job does not change, `Precompute.watch` yields None every _ALIVE_SECONDS. After a change, it waits _EVENT_SECONDS
+#: before it yields the job, so that several changes in quick succession are yielded as one.
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
 #: Maximum size in bytes of a report that the service returns. Reports written by this version are smaller than 200 kB.
@@ -77,7 +77,7 @@ class _Running:
     Attributes:
         claim: the job, as it was claimed from the ledger.
         in_flight: keys (hex) of the sequences in the worker's current forward pass for this job.
-        cancelled: set when the job was cancelled.
+        cancelled: event that is set once the job has been cancelled.
         stop_reason: reason why the job must stop on its worker, or None if it may continue.
         began: True once the job has been sent to the worker.
         counted: the progress that the metrics already include.
@@ -93,7 +93,7 @@ class _Running:
 
 
 class Precompute:
-    """The jobs of a service.
+    """Runs the precompute jobs of a service.
 
     Args:
         settings: the service's settings.
@@ -193,7 +193,7 @@ class Precompute:
             received: path and SHA-256 digest of the dataset's file if the dataset was sent as the request body, otherwise None.
 
         Returns:
-            The job, and True if it is new or False if it already existed. An existing job that has failed or was cancelled is
+            (the job, True if it is new or False if it already existed). An existing job that has failed or was cancelled is
             queued again.
 
         Raises:
@@ -291,7 +291,7 @@ class Precompute:
         return job
 
     async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
-        """Yield the job now and after each change, until it has ended.
+        """Yield the job now and after each change, until the job has ended.
 
         If several changes follow in quick succession, yield only the last state.
 
@@ -410,7 +410,7 @@ class Precompute:
         await self._release(worker.number, running, (died, recorded))
 
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Take a job off its worker and record the job's new state.
+        """Remove a job from its worker and record the job's new state.
 
         The write is queued before the job is removed from `_running`; otherwise, `_requeue_lost` might queue the job again.
         """
@@ -495,7 +495,7 @@ class Precompute:
                 await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
             self._wanted.clear()
             try:
-                failed = self._ledger.failures != failures  # a claim may have been recorded in the ledger even though it failed
+                failed = self._ledger.failures != failures  # the ledger may have recorded a claim that failed
                 if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
                     failures = self._ledger.failures
                     await self._requeue_lost()

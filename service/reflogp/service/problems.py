@@ -130,7 +130,10 @@ def _methods_here(request: Request) -> list[str]:
 
 
 def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Yield all routes, including those of routers that newer FastAPI versions keep nested in `routes`."""
+    """Yield all routes.
+
+    Newer FastAPI versions keep included routers nested in `routes`. The routes of these routers are yielded too.
+    """
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:
@@ -140,6 +143,6 @@ def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return OpenAPI entries for problem responses with the given statuses."""
+    """Return the OpenAPI entries for problem responses, as a dict from each given status to its entry."""
     content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

@@ -10,7 +10,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_net
 
 #: All networks in IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
 #: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included too: they are reserved for
-#: protocols, so no dataset is served from them. After the networks of each registry come networks that are reserved elsewhere.
+#: protocols, so no dataset is served from them. The networks of each registry are followed by special networks that
+#: are not in it.
 SPECIAL_NETWORKS = tuple(
     ip_network(network)
     for network in (

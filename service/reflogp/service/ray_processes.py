@@ -149,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. If the relay does not kill the process in time, kill the relay; the process exits with it."""
+        """See WorkerProcess.kill. If the relay does not kill the process in time, kill the relay, which ends the process."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -186,8 +186,8 @@ class RayWorkers:
     """A service's workers on a Ray cluster.
 
     Attributes:
-        choice: contains the device of each worker, which determines the GPUs or CPUs that Ray reserves for the worker. The
-            engine of each reference is set in the service's settings instead.
+        choice: determines the device of each worker, and the GPUs or CPUs that Ray reserves for each worker. It does not
+            determine which engine a worker uses for a reference; the service's settings do.
         count: number of workers.
         folders: folders that each worker's node must share with the service.
     """
@@ -250,8 +250,8 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
         state: state folder of the service.
         gpus_each: number of GPUs that each worker uses if `device` is cuda.
 
-    Raise UsageError if there is no cluster at the address or `device` is none of these values, and StoreUnavailableError if the
-    store's folder cannot be created.
+    Raise UsageError if there is no cluster at the address or `device` is none of the values above, and StoreUnavailableError
+    if the store's folder cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)

@@ -71,7 +71,7 @@ class ReferenceRegistry:
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id.
 
-        Raise UsageError if the store is a local path that exists but is not a store.
+        Raise UsageError if the store's URI is an existing local path that is not a store.
         """
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
@@ -124,12 +124,12 @@ class ReferenceRegistry:
         """Return the table of a reference.
 
         Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
-        store is a local path that exists but is not a store.
+        store's URI is an existing local path that is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired since
+            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired by now
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 try:
@@ -141,7 +141,7 @@ class ReferenceRegistry:
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
-        """Return True if the store is a local path that exists but is not a store.
+        """Return True if the store's URI is an existing local path that is not a store.
 
         Call this method only after the store has raised UsageError.
 
@@ -158,8 +158,8 @@ class ReferenceRegistry:
         Args:
             number: number of the snapshot, or None for the latest snapshot.
 
-        Raise the same errors as `table`, SnapshotNotFoundError if the snapshot does not exist or can no longer be read, and
-        StoreUnavailableError if the table cannot be read.
+        In addition to the errors that `table` raises, raise SnapshotNotFoundError if the snapshot does not exist or can no
+        longer be read, and StoreUnavailableError if the table cannot be read.
         """
         table = self.table(name_or_id)
         with self._lock:  # tables are not thread-safe, but snapshots with a loaded index are

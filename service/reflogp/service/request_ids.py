@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "X-Request-Id"
 #: Pattern of ids that a caller may choose. It allows only characters that are easy to search for in a log.
 _CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-#: Pattern of a traceparent header in version 00, or in a later version that only appends fields.
+#: Pattern of a traceparent header. It matches version 00, and later versions that only add fields at the end.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 _current: ContextVar[str | None] = ContextVar("request_id", default=None)
 _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
@@ -34,7 +34,7 @@ def traceparent() -> str | None:
 
 
 class RequestIds:
-    """ASGI middleware that sets each request's id and trace context, and adds the id to every response, including errors."""
+    """ASGI middleware that sets each request's id and trace context, and adds the id to all responses, also error responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -22,11 +22,12 @@ from reflogp.service.problems import Problem
 SMALL_BYTES, _SMALL_PART = 4 << 20, 8
 #: A request that has waited _PATIENCE_SECONDS for memory is rejected, with _RETRY_SECONDS in the Retry-After header.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 5
-#: By default, requests may use one eighth of the memory of the machine or container, but at least _LEAST_BYTES.
+#: By default, all requests together may use one eighth of the memory of the machine or container, or _LEAST_BYTES if that is
+#: more.
 _DEFAULT_PART, _LEAST_BYTES = 8, 256 << 20
 _STATE_KEY = "memory"
-#: Parameter of mallopt (malloc.h) to set, and its value in bytes. When blocks of at least this size are freed, glibc returns
-#: them to the operating system.
+#: When a block of at least _MMAP_BYTES is freed, glibc returns it to the operating system. _M_MMAP_THRESHOLD is the number of
+#: the mallopt parameter (see malloc.h) that sets this minimum size.
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
@@ -148,8 +149,8 @@ class Reservation:
         If the request has not reserved any memory yet, wait until the bytes are free; otherwise, do not wait (see `resize`).
 
         Raises:
-            Problem: 413 if one request may not use this much memory, 503 with Retry-After if other requests do not release the
-                memory in time.
+            Problem: 413 if `count` is above the limit for one request, 503 with Retry-After if other requests do not release
+                enough memory in time.
         """
         if self._share is not None:
             self.resize(count)
@@ -167,7 +168,7 @@ class Reservation:
         The method does not wait, because requests that wait for more memory while holding some could block each other forever.
 
         Raises:
-            Problem: 413 if one request may not use this much memory, 503 with Retry-After if the memory is not currently free.
+            Problem: 413 if `count` is above the limit for one request, 503 with Retry-After if not enough memory is free.
         """
         assert self._share is not None, "reserve first"
         self._check(count)

@@ -23,7 +23,7 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Resolve symbolic links in the path of a file or folder. Return the resolved path and the digest of the content.
 
-    For a file, the digest is its sha256. For a folder, it is a blake2b digest of the relative path and the sha256 of every
+    The digest of a file is its sha256. The digest of a folder is a blake2b digest of the relative path and the sha256 of every
     dataset file in the folder. Hidden files, and files without the suffix of a dataset format, are ignored, because jobs do
     not read them.
 

@@ -419,5 +419,5 @@ def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
         return FromFile(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
         raise UsageError("; ".join(_said(entry) for entry in error.errors()[:3])) from error
-    except ValueError as error:  # the TOML or JSON cannot be parsed
+    except ValueError as error:  # the TOML file, or JSON in an environment variable, cannot be parsed
         raise UsageError(f"settings {file or 'from the environment'}: {str(error).splitlines()[0]}") from error

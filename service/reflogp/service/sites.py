@@ -6,15 +6,16 @@ requests made by this service's own pages or by programs:
 
 - Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
   rebinding), so unknown host names are rejected (SameSiteGuard states the exceptions).
-- Sec-Fetch-Site says whether the page that sent the request has the same origin as this service, has only the same site, or
-  belongs to another site. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site only over HTTPS and to loopback
-  addresses.
+- Sec-Fetch-Site says whether the page that sent the request has the same origin as this service, has another origin on the same
+  site, or belongs to another site. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site only over HTTPS and to
+  loopback addresses.
 - Origin is the scheme, host and port of the page's URL. Browsers send Origin with every request that can change something.
 
 Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that can
 change something are checked in the same way as in Go's net/http.CrossOriginProtection. For requests with read-only methods, the
-checks are stricter than the standard resource isolation policy (web.dev/articles/fetch-metadata): a page that has only the same
-site as this service is treated like a page of another site, and such pages cannot show this service's pages in frames.
+checks are stricter than the standard resource isolation policy (web.dev/articles/fetch-metadata) in two ways. A page that has
+another origin on the same site as this service is treated like a page of another site. Neither kind of page can show this
+service's pages in frames.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ HEADERS = {
 }
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Values of Sec-Fetch-Dest ("" if the header is missing) in requests for a page that is opened through a link, as opposed to a
-#: frame, object or image in another page.
+#: Values of Sec-Fetch-Dest ("" if the header is missing) in requests that open a page through a link. Requests for a frame,
+#: object or image in another page have other values.
 _OPENED = ("document", "")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}

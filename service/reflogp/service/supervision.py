@@ -18,7 +18,7 @@ async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work` until it returns without an exception. If `work` raises an exception, log the exception and run `work` again.
 
     Args:
-        name: name used for the task in the log.
+        name: name of the task in log messages.
     """
     pause = _FIRST_PAUSE
     while True:

@@ -35,8 +35,8 @@ _WRITE_BYTES = 256 << 10
 #: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep the upload open
 #: by sending one byte per minute.
 _LEAST_BYTES = 4 << 10
-#: Time for which a file is kept after it was received or returned by `resolve`, because the job that will use the file may not
-#: be in the ledger yet.
+#: A file is kept for at least this time after it was received or returned by `resolve`. During this time, the job that will use
+#: the file may not be in the ledger yet.
 _GRACE = timedelta(minutes=10)
 _DELETE_SOME = "delete uploads that you no longer need (DELETE /v1/uploads/NAME)"
 _MAKE_ROOM = f"{_DELETE_SOME}; freeing their space may take ten minutes"
@@ -74,7 +74,7 @@ class UploadFolder:
         Args:
             name: name of the upload. Its suffix determines the file's format.
             chunks: content of the file, as it arrives.
-            declared_length: the request's Content-Length, or None.
+            declared_length: the request's Content-Length, or None if it is missing or invalid.
 
         Returns:
             The upload, and whether its name is new.
@@ -111,7 +111,7 @@ class UploadFolder:
         def keep() -> Path:
             nonlocal taken
             file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
-            taken = 0  # the bytes now belong to the complete file, even if the request is cancelled
+            taken = 0  # the complete file keeps its share of the quota, even if the request is cancelled
             return file
 
         try:
@@ -183,8 +183,9 @@ class UploadFolder:
     def collect(self, older_than: datetime) -> int:
         """Delete files that no upload and no job uses, and return the number of deleted files.
 
-        But keep unused files that were received, or returned by `resolve`, within the last ten minutes or after `older_than`.
-        A failed or cancelled job still uses its file, because the job can be retried. A job that is done does not.
+        Unused files are kept if they were received, or returned by `resolve`, within the last ten minutes or after
+        `older_than`. A failed or cancelled job still uses its file, because the job can be retried. A job that is done no
+        longer uses its file.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
@@ -224,7 +225,7 @@ class UploadFolder:
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # do not count the time spent writing to disk against the sender
+                deadline = loop.time() + patience  # the sender is not responsible for the time spent writing to disk
         if block:
             yield bytes(block)
 
@@ -235,7 +236,7 @@ class UploadFolder:
             )
 
     async def _take_room(self, size: int) -> None:
-        """Count received bytes against the quota. Raise Problem 507 if the quota is exceeded."""
+        """Add the size of received data to the quota's bytes in use. Raise Problem 507 if this would exceed the quota."""
         if not self._room.take(size):
             await to_thread.run_sync(self._room.sweep)
             if not self._room.take(size):
@@ -256,7 +257,7 @@ class UploadFolder:
         return file
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
-        """Record in the ledger which file an upload's name refers to."""
+        """Record in the ledger which file an upload's name refers to. Return the upload, and whether its name is new."""
         with self._lock:
             created = self._ledger.upload(name) is None
             if created and len(self._ledger.uploads()) >= self._settings.max_uploads:

@@ -1,4 +1,4 @@
-"""Store reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
+"""The store of reference log-probs, with its keys, reference ids, Delta tables, snapshots and joins.
 
 This package needs only numpy, pyarrow and deltalake (for the Hugging Face Hub, also huggingface_hub), and imports no other part
 of reflogp. deltalake is imported only when a name that needs it is first used, so keys and joins work without deltalake.
@@ -70,7 +70,8 @@ __all__ = [
     "verify",
 ]
 
-#: Names that need deltalake, and the modules that define them. A module is imported when one of its names is first used.
+#: Dict from each name that needs deltalake to the module that defines it. A module is imported when one of its names is first
+#: used.
 _WITH_DELTALAKE = {
     "Store": "store",
     "LogprobTable": "table",

@@ -71,7 +71,7 @@ class Checkpoint:
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
-        """Return the files whose digests are part of the reference id: weight files (also the adapter's) and code files."""
+        """Return the files whose digests are part of the reference id: the weight files, also of an adapter, and code files."""
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
@@ -81,14 +81,16 @@ class Checkpoint:
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return the safetensors header entry of each model tensor, by name. An adapter's tensors are not included.
+        """Return a dict from the name of each tensor of the model to the tensor's entry in the safetensors header.
+
+        An adapter's tensors are not included.
 
         Raises CheckpointError if a header cannot be read.
         """
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the config, the names of the weight files and the adapter's config are still those of this object.
+        """Return True if the config, the names of the weight files and the adapter's config have not changed in the files.
 
         Args:
             read: a dict from the path of each file in `files()` to a function that returns the file's current content.
@@ -113,7 +115,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
         weights: whether to download a hub model's weights too; its config, tokenizer and code files are always downloaded.
 
     Returns:
-        The folder.
+        The path of the local folder.
 
     Raises:
         UsageError: `model` is neither a folder nor the id of a hub model that can be downloaded.
@@ -150,15 +152,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a folder's config and check that every weight file exists and is complete.
 
     If the folder contains adapter_config.json but no config.json, the base model that adapter_config.json names is read too.
-    Its name is tried as a path relative to the adapter's folder, then as a path relative to the working directory, and then as
-    a hub id.
+    The base model's name is tried as a path relative to the adapter's folder, then as a path relative to the working directory,
+    and then as a hub id.
 
     Args:
         folder: a model folder, or a PEFT adapter's folder.
 
     Returns:
-        A Checkpoint: the config and the paths of the weight files (for an adapter, those of the base model), and the adapter.
-        No tensor is loaded.
+        A Checkpoint with the config and the paths of the weight files. If `folder` is an adapter's folder, the config and
+        weight files are the base model's, and the Checkpoint also contains the adapter. No tensor is loaded.
 
     Raises:
         UsageError: the folder has neither config.json nor adapter_config.json, or an adapter's base model cannot be used.
@@ -252,8 +254,10 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Read a safetensors header. Return the size in bytes that the file must have, and the header's entry for each tensor, by
-    name."""
+    """Read a safetensors header.
+
+    Return the size in bytes that the file must have, and a dict from each tensor's name to its entry in the header.
+    """
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

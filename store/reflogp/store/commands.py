@@ -21,7 +21,7 @@ class ScoreArguments:
     such as `reflogp join`, take the same arguments.
 
     Attributes:
-        model, data, store: the reference model, the dataset, and the store.
+        model, data, store: the reference model, the dataset and the store, as written on the command line.
         dtype: compute dtype of the reference model, or "auto" for the dtype in which the model's log-probs in the store were
             computed. If the store has no log-probs of the model, "auto" is the engine's default dtype.
         settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
@@ -81,6 +81,6 @@ def naming_command(command: str) -> Iterator[None]:
 
 
 def repair_command(table_uri: str) -> str:
-    """Return the command line that repairs the table whose URI is `<store>/<reference id>/logprobs`."""
+    """Return the command line that repairs a table. `table_uri` has the form `<store>/<reference id>/logprobs`."""
     store, reference_id = split_table_uri(table_uri)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

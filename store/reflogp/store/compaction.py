@@ -33,7 +33,7 @@ from reflogp.store.texts import counted
 SHARD_BYTES = 128 << 20
 #: Shards with fewer bytes than this count as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: Maximum number of small shards before a writer compacts them. Each writer adds a random number below
+#: Maximum number of small shards in a table. If there are more, a writer compacts them. Each writer adds a random number below
 #: _SMALL_SHARDS_SPREAD to this limit, so that writers that share a table do not all start compacting at the same time.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
@@ -153,7 +153,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
     Each table contains the keys of one of `parts` equal ranges. Because keys are digests, each range contains about the same
     number of keys. Each row group is read once; rows that belong to a later range stay in memory until that range's table is
-    yielded. The rows in memory are therefore at most those of one range, plus one row group per shard.
+    yielded. Therefore, memory contains at most the rows of one range, plus one row group per shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -208,27 +208,27 @@ def vacuum(
 ) -> list[str]:
     """Delete replaced shards and uncommitted files after a retention period.
 
-    Compaction leaves replaced shards, and crashed writers leave uncommitted files. A snapshot can no longer be read after one
-    of its shards is deleted.
+    Compaction leaves behind the shards that it replaced, and crashed writers leave behind uncommitted files. A snapshot can no
+    longer be read after one of its shards is deleted.
 
     Args:
         table: the table to vacuum.
         retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
-            This time must be longer than any reader uses an old snapshot, and longer than any writer takes from writing a file
-            to committing it.
+            This must be longer than the time for which any reader uses an old snapshot, and longer than the time between the
+            write and the commit of any file.
         dry_run: if True, delete nothing, and only return the paths of the files that would be deleted.
         alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
             store.
 
     Returns:
-        The paths of the deleted files (with `dry_run`, of the files to delete), relative to the table's folder.
+        The paths of the deleted files (with `dry_run`, of the files that would be deleted), relative to the table's folder.
 
     Raises:
         UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
         DamagedStoreError: the log is damaged or a shard is missing. Nothing is deleted, because a repair may need files that
             seem unused.
-        StoreUnavailableError: the table's last commit is more than 1 minute ahead of this machine's clock, or the store cannot
-            be read or written to.
+        StoreUnavailableError: the time of the table's last commit is more than 1 minute ahead of this machine's clock, or the
+            store cannot be read or written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, vacuum
@@ -250,7 +250,7 @@ def vacuum(
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
-        for file in unfinished_files(table.uri):  # unfinished files, which delta-rs does not list
+        for file in unfinished_files(table.uri):  # delta-rs does not list unfinished files
             with contextlib.suppress(FileNotFoundError):  # the file's writer has just renamed it
                 if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
                     if not dry_run:

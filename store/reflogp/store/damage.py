@@ -19,7 +19,8 @@ from reflogp.store.schema import SCHEMA
 from reflogp.store.shard import Shard
 from reflogp.store.table import LogprobTable
 
-#: Subfolder of the table in which a repair keeps damaged log entries. Delta readers skip names that begin with an underscore.
+#: Subfolder where a repair keeps the original content of damaged log entries. Its name begins with an underscore, so Delta
+#: readers skip it.
 _DAMAGED_FOLDER = "_damaged"
 
 
@@ -90,7 +91,7 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
     Args:
         table: the table that was verified.
-        damages: the damage that `verify` found.
+        damages: the list that `verify` returned.
 
     Returns:
         The repaired table, as a new object.
@@ -132,7 +133,9 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged log entries, and delete all checkpoints of the log, because they may have been built from these entries.
+    """Rewrite damaged log entries, and delete all checkpoints of the log.
+
+    The checkpoints are deleted because they may have been built from the damaged entries.
 
     `files` lists the paths of the damaged log entries and checkpoints. If it is empty, nothing is changed.
     """

@@ -25,7 +25,8 @@ from reflogp.store.files import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 
-#: A callback that receives (done, total). The unit is bytes for hashing, and rows or files elsewhere, as the docstrings say.
+#: A callback that receives (done, total). Both numbers count bytes, rows or files. The docstrings of the functions that
+#: take a callback say which.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20
@@ -36,7 +37,7 @@ _RECENT_SECONDS = 120.0
 #: Waiting times, in seconds, that are longer than one step of a file system's clock. On most file systems, a step is one tick
 #: of the kernel's clock. On file systems whose times are whole seconds, a step can be as long as two seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
-#: The folder that lists a process's own open files by descriptor.
+#: The folder in which a process finds its own open files. The names in the folder are file descriptors.
 _OPEN_FILES = Path("/proc/self/fd")
 #: Maximum number of attempts to open a set of files. An attempt fails if a file is replaced while the others are opened.
 _OPEN_ATTEMPTS = 5
@@ -171,9 +172,9 @@ class OpenFiles:
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """Return, by path, the sha256 (hex) of each file at `paths`, or of each file in the set if `paths` is None.
+        """Return a dict from path to sha256 (hex) for the files at `paths`, or for all files in the set if `paths` is None.
 
-        `progress` is described at `file_digests`.
+        For `progress`, see `file_digests`.
         """
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
@@ -186,11 +187,12 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
     other files are moved to the original paths. Only this process can use the folder.
 
     Args:
-        files: open files, by the relative paths of their links in the temporary folder.
-        name: name of the folder. When transformers loads Python modules from the folder, their names contain this name.
-        others: paths of additional files that are not open, by the names of their links in the temporary folder.
+        files: dict from the relative path of each link in the temporary folder to the open file that it leads to.
+        name: name of the folder. If transformers loads Python modules from the folder, the names of the modules contain this
+            name.
+        others: dict from the name of each additional link in the temporary folder to the path of a file that is not open.
 
-    Yields the folder, or None if the system does not support such links or cannot create a temporary folder.
+    Yields the folder, or None if the system has no /proc/self/fd or cannot create a temporary folder.
     """
     if not _OPEN_FILES.is_dir():
         yield None
@@ -213,7 +215,7 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
 
 
 def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of each file, by path.
+    """Return a dict from each file's path to its sha256 (hex).
 
     Args:
         paths: existing files.
@@ -226,7 +228,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of open files, by path. Digests that an earlier run or a hub cache recorded are reused.
+    """Return a dict from each open file's path to its sha256 (hex). Reuse digests that an earlier run or a hub cache recorded.
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
@@ -281,7 +283,7 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
     """Return the sha256 that a hub cache uses as the file's blob name, or None if the file has no such name or the name
     cannot be trusted.
 
-    The hub's client stores a large file as a "blob" that is named after its sha256, and then links to it from a snapshot. The
+    huggingface_hub stores a large file as a "blob" that is named after its sha256, and then links to it from a snapshot. The
     name is trusted only if the blob was not written to after the oldest link to it was created, and if no other user can write
     to the blob, to the blob's folder or to the link's folder. If the result is None, the caller hashes the file.
     """
@@ -308,8 +310,9 @@ class _Memory:
 
     If the cache folder cannot be used, every run hashes the files again. The folder and every file in it must belong to the
     current user and must not be writable by anyone else. Otherwise, another user could write a false digest to the cache, and
-    thereby change the reference id of the current user's model. The cache folder is opened and checked once. Its files are then
-    opened relative to its descriptor, so they come from the checked folder even if somebody renames the folders above it.
+    thereby change the reference id of the current user's model. The cache folder is opened and checked once. The cache files
+    are then opened relative to the folder's descriptor, so they come from the checked folder even if somebody renames the
+    folders above it.
     """
 
     def __enter__(self) -> _Memory:

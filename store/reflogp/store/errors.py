@@ -7,8 +7,8 @@ ReflogpError                    base class of every error that reflogp raises de
     ├── StoreFormatError        the store was written by a newer version of reflogp
     ├── StoreUnavailableError   the store or the Hugging Face Hub cannot be reached, read or written to
     ├── DamagedStoreError       a part of the store that the call needs is damaged
-    ├── ReferenceNotFoundError  the store has no values for this reference model
-    ├── SnapshotNotFoundError   the table has no snapshot with this number, or the snapshot can no longer be read
+    ├── ReferenceNotFoundError  the store has no values for the requested reference model
+    ├── SnapshotNotFoundError   the table has no snapshot with the requested number, or the snapshot can no longer be read
     ├── CheckpointError         weights are missing, or a file of a model is damaged or in a format that is not accepted
     └── FileChangedError        a file was replaced or written to while it was being read
         └── ContentMismatchError   the file's content does not match the expected id or digest

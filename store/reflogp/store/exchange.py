@@ -1,6 +1,6 @@
 """Share a table: export it as a folder of Parquet files with a README, and import an exported folder into a store.
 
-An export contains the table's rows, one for each key, and a reference.json that describes the reference model.
+An export contains one row for each key of the table, and a reference.json that describes the reference model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Contents:
         snapshot: number of the exported snapshot.
         rows: number of rows.
         card: hexadecimal sha256 of the README.md that reflogp wrote.
-        files: hexadecimal sha256 of reference.json and of each Parquet file, by path in the export.
+        files: dict from the path in the export to the hexadecimal sha256, for reference.json and each Parquet file.
     """
 
     reference_id: str
@@ -84,7 +84,7 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the paths, relative to `folder`, of the export's files whose sha256 differs from the one in contents.json.
+        """Return the export's files whose sha256 differs from that in contents.json, as paths relative to `folder`.
 
         Raises UsageError if a file is missing.
         """
@@ -118,13 +118,13 @@ def export_table(
     """Export a snapshot: write its rows to a folder as Parquet files, together with a README.md and two JSON files.
 
     The files `data/*.parquet` have one row per key and are sorted by key. reference.json describes the reference model, and
-    contents.json lists the files' digests.
+    contents.json lists the digests of the other files.
 
     The folder can be read with `datasets.load_dataset(folder)`, and its data files with any Parquet reader.
 
     Args:
         table: the table to export.
-        folder: a local folder that does not exist yet or is empty. The exported folder appears only when it is complete.
+        folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
         snapshot: the snapshot to export, or None for the latest.
         progress: called with (rows written, total rows).
 
@@ -162,7 +162,7 @@ def export_table(
                 made[entry["values"]] += entry["counts"]
             if progress:
                 progress(rows, len(snapshot))
-        if not files:  # an empty table becomes one empty file
+        if not files:  # an empty table becomes one Parquet file without rows
             pq.write_table(SCHEMA.empty_table(), partial / _DATA / "part-00000.parquet")
             files = 1
         (partial / REFERENCE_FILE).write_text(table.reference.to_json(), encoding="utf-8")
@@ -260,7 +260,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
 
 
 def sha256_of(file: Path) -> str:
-    """Return the sha256 of a file's content, in hexadecimal. Raises OSError."""
+    """Return the sha256 of a file's content, in hexadecimal. Raises OSError if the file cannot be read."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -289,9 +289,10 @@ def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: C
 
     Args:
         reference: the reference model whose log-probs the export contains.
-        snapshot: the snapshot number.
+        snapshot: number of the exported snapshot.
         rows, tokens: number of rows and number of log-probs in the export.
-        made: number of rows with each provenance. A provenance is a JSON string that tells how a row's values were computed.
+        made: dict from each provenance to its number of rows. A provenance is a JSON string that tells how a row's
+            values were computed.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():

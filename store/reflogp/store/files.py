@@ -19,9 +19,10 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. The file is renamed to `target` if the block succeeds, and deleted if it fails.
+    """Yield a temporary path to write to.
 
-    If the block writes nothing, `target` stays unchanged. Missing parent folders are created.
+    The file is renamed to `target` if the `with` block succeeds, and deleted if it fails. If the block writes nothing,
+    `target` stays unchanged. Missing parent folders are created.
 
     Raises UsageError if the file cannot be written.
     """
@@ -33,10 +34,10 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.replace(target)
     except OSError as error:
         if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
-            raise  # the error is about a different file, which the block read
+            raise  # the error is about another file, for example one that the block reads
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
-        with suppress(OSError):  # the file, or its folder, does not exist
+        with suppress(OSError):  # the temporary file does not exist: it was renamed or never created
             partial.unlink()
 
 
@@ -45,7 +46,9 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the current user's folder in `parent`: `name`-<user id>. It is created with mode 0700 if it does not exist.
+    """Return the path of the current user's folder in `parent`. The folder is named `<name>-<user id>`.
+
+    The folder is created with mode 0700 if it does not exist.
 
     Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
     """

@@ -1,4 +1,4 @@
-"""Read files from dataset repositories on the Hugging Face Hub, push tables to repositories, and pull them into a store.
+"""Read files from dataset repositories on the Hugging Face Hub, push tables there, and pull pushed tables into a store.
 
 A push writes the files of an export (exchange.py), which contain the log-probs of one reference model. All requests go through
 huggingface_hub, which must be installed.
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 #: Prefix of every URI of a repository or file on the Hub.
 SCHEME = "hf://"
 _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
-# The Hub copies datasets to Parquet files in the revision refs/convert/parquet. A file's URI can have no other revision with
-# slashes.
+# The Hub converts datasets to Parquet files, which are in the revision refs/convert/parquet. This is the only revision with
+# slashes that a file's URI can contain.
 _FILE = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
 )
-_CHANGED = 412  # HTTP status for a commit whose parent is no longer the latest commit
+_CHANGED = 412  # HTTP status if the parent of the new commit is no longer the latest commit
 _ROWS_AT_ONCE = 65_536
 
 
@@ -81,7 +81,7 @@ class HubFile:
     """A file in a dataset repository on the Hub.
 
     Attributes:
-        place: repository and revision.
+        place: the file's repository, optionally at a specific revision.
         path: path of the file in the repository.
     """
 
@@ -104,7 +104,7 @@ class HubFile:
         """Download the file to huggingface_hub's cache and return the cached file's path. An interrupted download is resumed.
 
         Raises:
-            UsageError: the file does not exist, or the token has no permission to read it.
+            UsageError: the file does not exist, or the Hugging Face token has no permission to read it.
             StoreUnavailableError: the Hub cannot be reached.
         """
         api = _api()
@@ -187,20 +187,22 @@ def push_table(
     """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
     The dataset card says how the values were computed. Files that an interrupted push already uploaded are not uploaded again.
-    The push replaces the files of an earlier push. It keeps all other files, and a dataset card that somebody has edited.
+    The push replaces the files of an earlier push. It keeps all other files. If somebody has edited the dataset card, the push
+    keeps the card too.
 
     Args:
         table: the table to push.
         uri: hf://datasets/ORGANISATION/NAME, without a revision. The repository is created if it does not exist.
         snapshot: the snapshot to push, or None for the latest.
-        public: whether to make the repository public if the push creates it; by default, it is private.
+        public: whether to make the repository public if the push creates it. By default, a new repository is private.
         replace: whether to push even if the repository is damaged or has rows that the snapshot lacks.
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository contains data that reflogp did not push, or log-probs of another reference model; it is
-            damaged or has rows that the snapshot lacks, and `replace` is False; it was changed during the push; or the token
-            has no permission to write to it.
+        UsageError: the repository contains data that reflogp did not push, or log-probs of another reference model. The
+            error is also raised if the repository was changed during the push, or if the Hugging Face token has no permission
+            to write to it. Unless `replace` is True, the repository must also be undamaged and have no rows that the snapshot
+            lacks.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -242,8 +244,8 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
             then written.
 
     Raises:
-        UsageError: the repository does not exist, the token has no permission to read it, reflogp did not push it, or its files
-            are damaged. Nothing is written.
+        UsageError: the repository does not exist, the Hugging Face token has no permission to read it, reflogp did not push it,
+            or its files are damaged. In these cases, nothing is written.
         StoreUnavailableError: the Hub cannot be reached.
         StoreError: the store cannot be written to.
     """
@@ -259,14 +261,14 @@ class _Repository:
     """A dataset repository that is read and written with huggingface_hub.
 
     Attributes:
-        commit: id of the commit that `exists` found or `upload` made, whichever was called last.
+        commit: id of the commit that `exists` found or `upload` made, whichever method was called last.
     """
 
     def __init__(self, place: HubPlace) -> None:
         self._api = _api()
         self.place = place
         self.commit = ""
-        self._sha256: dict[str, str | None] = {}  # sha256 of each file, by path; None for files that are not in Git LFS
+        self._sha256: dict[str, str | None] = {}  # path of each file -> its sha256, or None if the file is not in Git LFS
 
     def exists(self) -> bool:
         """Return whether the repository exists. If it does, record the revision's commit and files.
@@ -325,8 +327,8 @@ class _Repository:
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return whether the repository has all files of the export that `contents` describes, and the Parquet files have the
-        sha256 listed there."""
+        """Return whether the repository has all files of the export that `contents` describes, and whether the sha256 digests
+        of the Parquet files are those in `contents`."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
@@ -354,7 +356,7 @@ class _Repository:
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
-        # If contents.json is damaged, every file with the name of an export's Parquet file counts as part of the old export.
+        # If contents.json is damaged, every file that is named like the Parquet files of exports counts as part of the old one.
         before = there.data if there is not None else filter(DATA_FILE.fullmatch, self._sha256)
         with told(self.place):
             done = self._api.upload_folder(
@@ -369,8 +371,8 @@ class _Repository:
         self.commit = str(done.oid)
 
     def _file(self, name: str, force: bool = False) -> Path:
-        # The revision is a commit id: for a branch, huggingface_hub would return an older copy from its cache if the Hub
-        # cannot be reached.
+        # The revision must be a commit id. For a branch, huggingface_hub would return an older copy from its cache if the Hub
+        # could not be reached.
         with told(self.place):
             file = self._api.hf_hub_download(
                 self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force

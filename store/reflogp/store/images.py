@@ -33,7 +33,7 @@ from reflogp.store.texts import counted
 IMAGE_COLUMNS = ("image", "images")
 #: Columns that contain media.
 MEDIA_COLUMNS = (*IMAGE_COLUMNS, "video", "videos", "audio", "audios")
-#: Columns that a processor computes from media, in tokenized rows.
+#: Columns of tokenized rows that a processor computes from media.
 PROCESSED_COLUMNS = (
     "pixel_values",
     "pixel_values_images",
@@ -61,7 +61,7 @@ _NOT_SETTINGS = frozenset(
     {"image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format", "device",
      "return_tensors", "disable_grouping", "model_input_names", "auto_map", "do_convert_annotations"}
 )  # fmt: skip
-#: Maximum number of combinations of image sizes and modes whose results are cached in memory.
+#: Maximum number of results that a cache keeps: numbers of image tokens, or outputs of an image processor.
 _REMEMBERED = 4096
 
 #: An image's size and mode: ((width, height) in pixels, PIL's mode). No other property of the image affects its number of
@@ -82,7 +82,7 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def media_types(messages: Any) -> Iterator[str]:
-    """Yield the type of each content part that is not text, from a list of chat messages or from any other value."""
+    """Yield the type of each content part that is not text in a list of chat messages. Yield nothing for any other value."""
     if not isinstance(messages, list | tuple):
         return
     for message in messages:
@@ -221,8 +221,8 @@ class ImageTokens:
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
 
-        To count each image's tokens, the tokenizer's EOS token (or else its padding token) is put between the images. Raises
-        UsageError if the tokenizer has neither of them, or if the processor adds or removes such tokens.
+        To count each image's tokens, the tokenizer's EOS token is put between the images. If there is no EOS token, the padding
+        token is used. Raises UsageError if the tokenizer has neither, or if the processor adds or removes such tokens.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -247,10 +247,10 @@ class ImageTokens:
 
         Args:
             ids: token ids that the method `ids` returned.
-            images: `pixel_digest` and kind (size and mode) of each image, in the order of the images in the text.
+            images: (`pixel_digest`, kind) of each image, in the order of the images in the text. The kind is the size and mode.
 
-        Raises UsageError if `ids` does not have as many image tokens as `images` need, or if an image has fewer than
-        FEWEST_TOKENS tokens.
+        Raises UsageError if the number of image tokens in `ids` is not the number that the images need, or if an image has
+        fewer than FEWEST_TOKENS tokens.
         """
         counts = self.counts([kind for _, kind in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
@@ -290,7 +290,7 @@ class _ByKind:
         self._answers: OrderedDict[str, Any] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look for these before the object has attributes
+        if name.startswith("__"):  # copy and pickle look up such names before the object has attributes
             raise AttributeError(name)
         return getattr(self._image_processor, name)
 
@@ -311,8 +311,8 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace each floating-point array or tensor, such as the pixels, with one of the same shape and dtype that stores only a
-    single zero. Return other values unchanged."""
+    """Replace each floating-point array or tensor, such as the pixels, with an array or tensor of the same shape and dtype that
+    stores only a single zero. Return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

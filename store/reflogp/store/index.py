@@ -1,4 +1,4 @@
-"""Look up keys in a sorted index. For each key, the index points to the row with the most log-probs.
+"""Look up keys in a sorted index. If several rows have the same key, the lookup finds the row with the most log-probs.
 
 An index consists of layers. If several layers have an entry for a key, the entry with the most log-probs is used. An index is
 either kept in memory, for all keys of a snapshot, or built for a single lookup, from only the row groups that can contain the
@@ -78,7 +78,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Layer:
-    """Index entries of one or more shards, sorted by key. Each key has one entry: that of its row with the most log-probs.
+    """Index entries of one or more shards, sorted by key. Each key has one entry, for its row with the most log-probs.
 
     Attributes:
         hi, lo: first and second 64-bit word of each key; see `keys_as_words`.
@@ -99,7 +99,7 @@ class Layer:
         Args:
             columns: table with the columns key, scored_len and logp_sum.
             file: index of the shard.
-            rows: for each row of `columns`, its index in the shard; None for 0, 1, 2, ….
+            rows: for each row of `columns`, its index in the shard; None if the indices are 0, 1, 2, ….
         """
         hi, lo = keys_as_words(columns["key"])
         if rows is None:
@@ -120,7 +120,7 @@ class Layer:
         del there
         joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
         hi = joined["hi"]
-        if not (hi[1:] > hi[:-1]).all():  # after compaction, layers do not overlap, and this sort is not needed
+        if not (hi[1:] > hi[:-1]).all():  # not needed if layers do not overlap, as after compaction
             kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
             for name in names:
                 joined[name] = joined[name][kept]

@@ -20,12 +20,12 @@ from reflogp.store.keys import token_lists
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
-#: Name of the reference column for each token column, as in TRL (trl/trainer/dpo_trainer.py and kto_trainer.py,
-#: `_set_signature_columns_if_needed`).
+#: Dict from each completion column to its reference column, which contains the summed reference log-probs. The names are the
+#: same as in TRL (trl/trainer/dpo_trainer.py and kto_trainer.py, `_set_signature_columns_if_needed`).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
-#: Column of a joined file with each row's index in the dataset, starting at 0. There are gaps, because rows without values are
-#: omitted.
+#: Name of the column that contains, in a joined file, each row's index in the dataset (starting at 0). Some indices do not
+#: occur, because rows without values are omitted.
 ROW_COLUMN = "ref_row"
 #: The problem that is reported for a row whose stored values are unusable (see `Join`).
 UNUSABLE = "the row's stored values cannot be read; run `reflogp store verify`"
@@ -61,10 +61,12 @@ class Asked:
     """The keys to look up for n rows, and how many values of each sequence are needed.
 
     Attributes:
-        columns: name of the reference column for each completion column.
-        keys: n keys for each completion column.
-        needed: for each completion column, the number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: rows that TRL drops because the prompt alone fills max_length (keep_start only), bool of shape (n,).
+        columns: dict from each completion column to its reference column.
+        keys: dict from each completion column to its n keys.
+        needed: dict from each completion column to the number of values needed from the start of each completion, int64 of
+            shape (n,).
+        dropped: mask of the rows that TRL drops because the prompt alone fills max_length, bool of shape (n,). Only keep_start
+            drops rows.
     """
 
     columns: dict[str, str]
@@ -90,13 +92,15 @@ class Join:
     """Reference log-probs of n rows.
 
     Attributes:
-        logps: summed log-probs for each reference column, float32 of shape (n,); NaN for a sum whose values are missing or
-            damaged.
-        keys: n keys for each completion column. The columns are in the same order as their reference columns in `logps`.
-        tokens: for each completion column, the number of log-probs in each sum, int64 of shape (n,).
-        missing: rows for which at least one needed value is not stored, bool of shape (n,).
-        unusable: rows whose stored values are damaged or not finite, bool of shape (n,).
-        dropped: rows that TRL drops because the prompt alone fills max_length (keep_start only), bool of shape (n,).
+        logps: dict from each reference column to its summed log-probs, float32 of shape (n,). A sum is NaN if one of its values
+            is missing or damaged.
+        keys: dict from each completion column to its n keys. The columns are in the same order as their reference columns in
+            `logps`.
+        tokens: dict from each completion column to the number of log-probs in each sum, int64 of shape (n,).
+        missing: mask of the rows for which at least one needed value is not stored, bool of shape (n,).
+        unusable: mask of the rows whose stored values are damaged or not finite, bool of shape (n,).
+        dropped: mask of the rows that TRL drops because the prompt alone fills max_length, bool of shape (n,). Only keep_start
+            drops rows.
 
     Examples:
         >>> import pyarrow as pa
@@ -127,7 +131,7 @@ def tokens_column(logps_column: str) -> str:
 
 
 def completion_columns(names: list[str]) -> dict[str, str]:
-    """Return the name of the reference column for each completion column of a tokenized table.
+    """Return a dict from each completion column of a tokenized table to its reference column.
 
     Raises UsageError if the table lacks the prompt column or the completion columns.
     """
@@ -152,9 +156,10 @@ def join_logps(
     """Return the reference log-probs of tokenized rows. All keys are computed first and then looked up together.
 
     Args:
-        tables: tokenized rows: one table, or an iterable of tables that are read one at a time. The columns are prompt_ids,
-            chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
-        lookup: source of the values: a Snapshot, or another object with the same `find` method.
+        tables: tokenized rows, in one table or in an iterable of tables that are read one at a time. Pairs have the columns
+            prompt_ids, chosen_ids and rejected_ids. Other rows have prompt_ids, completion_ids and optionally
+            KL_completion_ids.
+        lookup: source of the values, which is a Snapshot or another object with the same `find` method.
         max_length: the trainer's maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: the trainer's `truncation_mode`: "keep_start" or "keep_end".
         ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
@@ -183,8 +188,9 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     """Compute the keys of tokenized rows, and how many values of each key a trainer with these settings needs.
 
     Args:
-        tables: tokenized rows: one table, or an iterable of tables that are read one at a time. The columns are prompt_ids,
-            chosen_ids and rejected_ids, or prompt_ids, completion_ids and optionally KL_completion_ids.
+        tables: tokenized rows, in one table or in an iterable of tables that are read one at a time. Pairs have the columns
+            prompt_ids, chosen_ids and rejected_ids. Other rows have prompt_ids, completion_ids and optionally
+            KL_completion_ids.
         max_length, truncation_mode: the trainer's settings of the same names.
 
     Raises:

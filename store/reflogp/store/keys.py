@@ -33,14 +33,14 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
     """Return `lists` as one Arrow array of large_list<uint32>, without nulls.
 
     Args:
-        lists: n lists of token ids: an Arrow list array (any integer type, chunked or not) or Python lists.
-        name: name of the lists in error messages.
+        lists: n lists of token ids, as an Arrow list array (any integer type, chunked or not) or Python lists.
+        name: what error messages call the lists.
 
     Raises:
         UsageError: `lists` does not contain lists of integers, a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
-    if pa.types.is_null(array.type) and not len(array):  # Arrow's type for a column without rows
+    if pa.types.is_null(array.type) and not len(array):  # the null type is Arrow's type for a column without rows
         array = array.cast(pa.list_(pa.uint32()))
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
@@ -73,7 +73,7 @@ def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     No value type is passed to Arrow, because with int64, Arrow would truncate floats without an error.
     """
     array: Any = None
-    with suppress(pa.ArrowInvalid, OverflowError):  # ranges, or numpy arrays with different dtypes
+    with suppress(pa.ArrowInvalid, OverflowError):  # raised for ranges, and for some numpy arrays with different dtypes
         array = pa.array(lists)
     if array is None or (pa.types.is_list(array.type) and pa.types.is_floating(array.type.value_type)):
         # The dtype of an empty numpy array is float64 by default.

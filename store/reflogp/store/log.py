@@ -1,8 +1,9 @@
-"""Read a table's Delta log without delta-rs, to detect damaged entries, and repair them.
+"""Read a table's Delta log without delta-rs, to detect and repair damaged entries.
 
-Each reflogp commit records its changes twice: in its actions, and in its commitInfo (see the function `redundant`). Damage to
-an entry is therefore detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log
-format (github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
+Each commit is one entry of the log. In a commit by reflogp, the changes are recorded twice: in the actions, and in the
+commitInfo (see the function `redundant`). Damage to an entry is therefore detected even if its JSON can still be parsed, and
+most damage can be repaired. Only the parts of the log format (github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are
+supported.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from reflogp.store import storage
 from reflogp.store.schema import SCHEMA
 
 FOLDER = "_delta_log"
-#: Setting of the Delta table that contains the store's format number.
+#: Name of the setting in which a Delta table records the store's format number.
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
 #: The problem that is reported for a log entry that does not exist.
 GONE = "the entry is missing"
 _ENTRY = re.compile(r"(\d{20})\.json")
-#: Types of the fields of actions, by action. delta-rs refuses a whole log if a field has another type.
+#: For each action, the types of its required fields; `_OPTIONAL` has those of its optional fields. delta-rs refuses a whole log
+#: if a field has another type.
 _REQUIRED: dict[str, dict[str, type]] = {
     "protocol": {"minReaderVersion": int, "minWriterVersion": int},
     "metaData": {"id": str, "format": dict, "schemaString": str, "partitionColumns": list, "configuration": dict},
@@ -82,11 +84,11 @@ class Entry:
 
     Attributes:
         version: number of the entry.
-        added: shards that the entry adds according to its actions or its commitInfo, by path.
+        added: dict from path to shard, for the shards that the entry adds according to its actions or its commitInfo.
         removed: paths of the shards that the entry removes according to its actions or its commitInfo.
-        lines: the entry's lines that are valid JSON, parsed.
+        lines: the entry's readable lines, parsed from JSON.
         problem: what is wrong with the entry, or None if the entry is undamaged.
-        named: all shard names in the entry's bytes, in order, even those in lines that are not valid JSON.
+        named: all shard names in the entry's bytes, in order, even those in unreadable lines.
     """
 
     version: int
@@ -103,8 +105,8 @@ class Replayed:
 
     Attributes:
         version: number of the last entry.
-        shards: the table's shards, by path.
-        problems: what is wrong with each damaged entry or checkpoint, by file.
+        shards: dict from path to shard, for the table's shards.
+        problems: dict from the path of each damaged entry or checkpoint to a description of what is wrong with it.
     """
 
     version: int
@@ -130,7 +132,7 @@ def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
     """Return the paths of the checkpoint files, preceded by the path of `_last_checkpoint` (the pointer to the latest
     checkpoint) if that file exists.
 
-    A checkpoint summarizes all entries up to a certain one, so all these files can be rebuilt from the entries.
+    A checkpoint summarizes all entries up to a certain version, so all these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -145,7 +147,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            # List the files again: since the first listing, a writer may have added a checkpoint and pointed this file to it.
+            # List the files again: since the first listing, a writer may have added a checkpoint and updated the pointer.
             named = any(version in other for other in checkpoints(filesystem))
             return None if named else f"the checkpoint {version}, to which this file points, is missing"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
@@ -187,7 +189,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 
 
 def _check_types(line: Any) -> None:
-    """Raise KeyError or TypeError if a line of an entry is not an object, or if a field of its actions has a wrong type."""
+    """Raise KeyError or TypeError if a line is not a JSON object, or if a field of an action is missing or of a wrong type."""
     if not isinstance(line, dict):
         raise TypeError("it is not a JSON object")
     for action, required in _REQUIRED.items():
@@ -269,7 +271,7 @@ def checked(
 
     Args:
         filesystem, last, progress: passed to `replay`.
-        shards: size in bytes, by path, of each shard that delta-rs finds.
+        shards: dict from the path of each shard that delta-rs finds to the shard's size in bytes.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:

@@ -26,15 +26,15 @@ from reflogp.store.texts import counted, short_repr
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
 #: A dtype argument that stands for the dtype in which the model's log-probs in the store were computed. The function
-#: `store.choose_reference` replaces it with this dtype. `describe_reference` does not accept it.
+#: `store.choose_reference` replaces "auto" with that dtype. `describe_reference` does not accept "auto".
 AUTO = "auto"
 
 #: Config entries that are not part of the id, at any depth of config.json. Most of them cannot change the logits of an
 #: evaluation forward pass over given tokens: where the model came from, which software wrote it, and settings for generation,
 #: training, classification and the outputs to return. The other ignored entries are recorded elsewhere: the id contains the
 #: compute dtype instead of the checkpoint's dtype, and digests of the code files instead of auto_map. The provenance of the
-#: values contains how attention was computed. Every entry that is not listed here is part of the id. Therefore, an entry that
-#: reflogp does not know results in a new id, and never in a hit with the values of a different model.
+#: values records how attention was computed. Every entry that is not listed here is part of the id. Therefore, an entry that
+#: reflogp does not know leads to a new id, and never to a hit on the values of a different model.
 IGNORED_CONFIG_KEYS = frozenset(
     {
         "_attn_implementation",
@@ -102,8 +102,8 @@ class Reference:
         lm_head_dtype: dtype in which the output layer computes logits.
         weights: sorted sha256 digests of the weight files.
         config: the entries of config.json that can change a log-prob, including quantization.
-        adapter: the sha256 of the adapter's weights and the entries of its config that can change a log-prob (rank, scale,
-            targets), or None if there is no adapter.
+        adapter: None, or a dict with the sha256 of the adapter's weights ("weights") and the entries of the adapter's config
+            that can change a log-prob, such as rank, scale and targets ("config").
         format: format number of the store.
 
     Examples:
@@ -203,9 +203,9 @@ def describe_all_numerics(
     """Return a model's references for all compute dtypes.
 
     If `lm_head_dtype` is None, return two references for each compute dtype, one with logits in that dtype and one with logits
-    in float32; for float32 these are the same, so return only one. If `lm_head_dtype` is given, return one reference for each
-    compute dtype, with logits in `lm_head_dtype`. The other arguments and the errors are the same as for `describe_reference`.
-    The weights are hashed only once.
+    in float32. For the compute dtype float32, the two references are the same, so return only one. If `lm_head_dtype` is given,
+    return one reference for each compute dtype, with logits in `lm_head_dtype`. The other arguments and the errors are the same
+    as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -221,7 +221,7 @@ class OpenModel:
 
     Attributes:
         reference: the reference for these files and the dtypes given to `open_model`.
-        checkpoint: the config and the paths of the files.
+        checkpoint: the model's config and the paths of its files.
         files: the open files of the checkpoint.
         digests: sha256 of each weight and code file, by path.
     """
@@ -234,7 +234,7 @@ class OpenModel:
     def require(self, reference: Reference) -> None:
         """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
 
-        `reference` must have the dtypes that were given to `open_model`, because the reference ids are compared.
+        `reference` must have the dtypes that were given to `open_model`, because reference ids are compared and depend on them.
         """
         if self.reference.reference_id == reference.reference_id:
             return
@@ -261,13 +261,13 @@ class OpenModel:
         If the system does not support paths to open files (see `folder_of_open_files`), yield the checkpoint with its original
         paths.
 
-        The folder of the checkpoint also contains the model folder's other files, which do not affect the reference id. On exit
-        from the `with` block, all open files are checked for changes since they were opened. Leave the block only after the
-        weights have been copied into memory, because later changes to the files are not detected.
+        The yielded checkpoint's folder also contains the model folder's other files, which do not affect the reference id. On
+        exit from the `with` block, all open files are checked for changes since they were opened. Leave the block only after
+        the weights have been copied into memory, because later changes to the files are not detected.
 
-        Raises FileChangedError if a file was written to after it was opened. With the original paths, it is also raised if a
-        file was replaced. If the block raises a ReflogpError, the temporary paths in the error's message are replaced with the
-        original ones.
+        Raises FileChangedError if a file was written to after it was opened. If the yielded checkpoint has the original paths,
+        the error is also raised if a file was replaced. If the block raises a ReflogpError, the temporary paths in the error's
+        message are replaced with the original ones.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -325,9 +325,9 @@ _OPEN_ATTEMPTS = 5
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
     """Read a checkpoint, and open all files that its reference id depends on.
 
-    If a file is deleted, or a config or the list of weight files changes, between the two steps, both steps are repeated.
+    Both steps are repeated if, between them, a file is deleted, or a config or the list of weight files changes.
 
-    Raises FileChangedError if this happens in every attempt.
+    Raises FileChangedError if such a change happens in every attempt.
     """
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
@@ -344,7 +344,7 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 @contextmanager
 def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
     """Yield a temporary folder with links to a model folder's open files and to its other files, or None if the system does not
-    support this (see `folder_of_open_files`)."""
+    support paths to open files (see `folder_of_open_files`)."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
     taken = {Path(name).parts[0] for name in here}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}

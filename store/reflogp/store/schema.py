@@ -19,7 +19,8 @@ from reflogp.store.texts import counted
 #: Number of the store format (docs/store-format.md). A store with a higher number is refused.
 FORMAT = 1
 
-#: The columns of a shard. Delta Lake has neither fixed-size binary nor unsigned integers, hence binary and int32.
+#: The columns of a shard. Delta Lake has neither fixed-size binary nor unsigned integers. Therefore, keys have the
+#: type binary, and lengths have the type int32.
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.binary(), nullable=False),
@@ -40,17 +41,19 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """Build a table with the schema SCHEMA. `scored_len` is the number of values in each row, and `logp_sum` is their float64
-    sum.
+    """Build a table with the schema SCHEMA.
+
+    Two columns are computed: `scored_len` is the number of log-probs in each row, and `logp_sum` is the float64 sum of these
+    log-probs.
 
     Args:
-        keys: n keys, binary or fixed_size_binary(16).
+        keys: array of n keys, of type binary or fixed_size_binary(16).
         prompt_lens: number of tokens in each prompt, shape (n,).
         completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
             has tokens.
-        token_logps: log-probs of the scored tokens of each completion, in nats: n lists of float32.
-        provenance: how the values were computed. Each row contains it as a JSON string. This takes almost no space in a shard,
-            where the column is dictionary-encoded.
+        token_logps: log-probs of the scored tokens of each completion, in nats, as an array of n float32 lists.
+        provenance: description of how the values were computed. Each row contains it as a JSON string. These strings take
+            almost no space in a shard, because their column is dictionary-encoded.
     """
     values = token_logps.cast(pa.list_(pa.float32()))
     return pa.table(

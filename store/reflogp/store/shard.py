@@ -20,12 +20,12 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: Maximum number of rows in a row group. Without an index in memory, a lookup of one key reads the index columns of one row
-#: group of each shard (120 kB). If it needs token values, it also reads the values of one row group (3.4 MB at 200 tokens per
-#: row).
+#: Maximum number of rows in a row group. Without an index in memory, a lookup of one key reads, in each shard, the index
+#: columns of one row group (120 kB). If the lookup needs token values, it also reads the values of one row group (3.4 MB at 200
+#: tokens per row).
 ROW_GROUP_ROWS = 4_096
-#: If rows have many tokens, a row group has fewer rows: as many as have about _GROUP_BYTES bytes of values, but at least
-#: LEAST_GROUP_ROWS.
+#: If rows have many tokens, a row group has fewer rows, so that its values take about _GROUP_BYTES bytes. This number of rows
+#: is at least LEAST_GROUP_ROWS.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
 #: Maximum total uncompressed size, in bytes, of row groups whose values are read together. A larger row group is read alone.
 READ_BYTES = 32 << 20
@@ -48,7 +48,7 @@ def sorted_by_key(rows: pa.Table) -> pa.Table:
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Sort rows by key, and keep only each key's row with the most values. If nothing changes, `rows` itself is returned."""
+    """Sort rows by key. For each key, keep only the row with the most values. If nothing changes, return `rows` itself."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -99,8 +99,8 @@ class Group:
         start: index of the row group's first row in the shard.
         rows: number of rows.
         bytes: uncompressed size in bytes.
-        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers. If the file has no
-            statistics of the keys, 0 and 2**64 - 1.
+        least, greatest: the first 8 bytes of the smallest and the largest key, as big-endian integers. They are 0 and
+            2**64 - 1 if the file has no statistics of the keys.
     """
 
     index: int

@@ -3,9 +3,9 @@
 How keys are looked up depends on the number of rows in the snapshot. For up to INDEX_ROWS rows, an index of all keys is kept in
 memory, which suits many small lookups. For more rows, each lookup reads the columns key, scored_len and logp_sum (the index
 columns) of the row groups that can contain the keys. Because shards are sorted, a lookup of a few keys reads only a few row
-groups, and a large lookup is a single pass over the shards. With or without an index in memory, the log-probs of individual
-tokens are read only if a request needs more than the number of values in each row and their sum. A snapshot never writes to the
-store.
+groups, and a large lookup is a single pass over the shards. With or without an index in memory, a lookup first finds the
+number of values in each row and the sum of these values. The log-probs of individual tokens are read only if a request needs
+them. A snapshot never writes to the store.
 
 This module also defines the columns of the Arrow table that a scoring service returns for a lookup over HTTP.
 """
@@ -38,18 +38,18 @@ from reflogp.store.texts import counted, short_repr
 #: Maximum number of rows for which the whole index is kept in memory. At 36 bytes per row, the index takes at most 1.1 GB.
 INDEX_ROWS = 30_000_000
 #: Maximum number of layers of the index. Shards that are indexed together form one layer, and a lookup searches every layer. If
-#: there are more layers, all except the largest are merged.
+#: there are more layers than this maximum, all except the largest layer are merged.
 _MAX_LAYERS = 8
 #: Number of shards that are read at the same time. Object stores respond slowly, but serve many requests in parallel.
 _READERS = 8
-#: Number of row groups per shard whose index columns a lookup without an index keeps in memory: 64 * 4,096 rows * 28 bytes are
-#: 7 MB.
+#: Maximum number of row groups of one shard whose index columns are in memory at the same time during a lookup without an
+#: index. Their size is at most 64 * 4,096 rows * 28 bytes = 7 MB.
 _GROUPS_AT_ONCE = 64
 #: Maximum number of rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
 #: Number of keys that are looked up in the index at a time, bytes of working memory per key, and bytes of the result per key. A
-#: lookup without an index handles all its keys at once, and keeps the entries of up to _READERS * _GROUPS_AT_ONCE row groups in
-#: memory.
+#: lookup without an index handles all its keys at once, and keeps the index columns of up to _READERS * _GROUPS_AT_ONCE row
+#: groups in memory.
 _FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
 
 
@@ -57,19 +57,19 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """One numbered state of a table. A snapshot never changes; `advanced` returns a new, later one.
+    """One numbered state of a table. A snapshot never changes; `advanced` returns a new object for a later state.
 
     Args:
         number: number of the snapshot.
         reference: reference model of the table.
         filesystem: a filesystem whose root is the table's folder.
-        rows_of: number of rows in each shard of the snapshot, by path.
+        rows_of: dict from the path of each shard in the snapshot to its number of rows.
         index_rows: maximum number of rows for which the index is kept in memory.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
-    A missing or damaged shard causes a StoreDamageWarning, and `damaged` maps its path to the reason. If the index columns
-    cannot be read, the shard's rows count as misses. If only token values cannot be read, lookups still find the lengths and
-    the total sums of its rows.
+    A missing or damaged shard causes a StoreDamageWarning, and `damaged` maps the shard's path to the reason. If the shard's
+    index columns cannot be read, lookups treat its rows as missing. If only its token values cannot be read, lookups still
+    find the number and the sum of the values in each of its rows.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, sequence_keys
@@ -99,8 +99,8 @@ class Snapshot:
         self._index_rows = index_rows
         self._table_uri = table_uri
         self._shards = [Shard(filesystem, path) for path in self.rows_of]
-        # The index, and the number of shards that it covers, starting with the first. Threads that load the index concurrently
-        # each replace the whole pair.
+        # (layers of the index, n): the index covers the first n shards. If several threads load the index at the same time,
+        # each thread replaces the whole tuple.
         self._index: tuple[list[Layer], int] = ([], 0)
 
     @property
@@ -127,7 +127,7 @@ class Snapshot:
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return a new snapshot with the given number and with the shards in `rows_of`.
 
-        If `rows_of` contains all shards of this snapshot, the new snapshot reuses the index of this one.
+        If `rows_of` contains all shards of this snapshot, the new snapshot reuses the index of this snapshot.
         """
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
@@ -164,8 +164,8 @@ class Snapshot:
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
         """Look up keys with the function `places_of`, and return the results in the order of `keys`.
 
-        `places_of` is called with the sorted keys: `_scanned_places` requires this order, and `_indexed_places` can then read
-        the index in order.
+        `places_of` is called with the sorted keys. `_scanned_places` requires sorted keys. With sorted keys, `_indexed_places`
+        can read the index in order.
         """
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
@@ -175,22 +175,23 @@ class Snapshot:
         return places.take(back)
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
-        """Return the number of values that the snapshot has for each key, int32 of shape (n,); -1 for a miss."""
+        """Look up n keys. Return the number of stored values of each key, or -1 for a miss, as an int32 array of shape (n,)."""
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key: n arrays of float32, with None for a miss and for damaged values."""
+        """Look up keys. Return the stored values of each key as a float32 array, or None for a miss or damaged values."""
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look up n keys, and return the sum of the first `lengths[i]` values of each key i, in nats, float64 of shape (n,).
+        """Look up n keys, and return the sum of the first `lengths[i]` values of each key i.
 
         Args:
             keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
             lengths: number of values to sum for each key, int64 of shape (n,).
 
         Returns:
-            The sums, with NaN for a key that has too few values in the snapshot or whose values are damaged.
+            The sums in nats, as a float64 array of shape (n,). The sum is NaN for a key that has too few values in the snapshot
+            or whose values are damaged.
         """
         return self.find(keys).prefix_sums(lengths)
 
@@ -301,7 +302,7 @@ class Found:
     """The result of a lookup of n keys in a snapshot.
 
     Attributes:
-        lengths: number of values that the snapshot has for each key, int32 of shape (n,); -1 for a miss.
+        lengths: number of values that the snapshot has for each key, or -1 for a miss; an int32 array of shape (n,).
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -313,7 +314,7 @@ class Found:
         return short_repr("Found", f"{int((self.lengths != MISS).sum()):,} of {counted(len(self.lengths), 'key')}")
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
+        """Return the stored values of each key as a float32 array, or None for a miss or damaged values.
 
         If `some` is given, return only the values of the keys at these indices.
         """
@@ -326,7 +327,7 @@ class Found:
         return [values.get(int(place)) for place in places]
 
     def token_lists(self) -> pa.ListArray:
-        """Return the stored values of all keys as one Arrow array of list<float32>; null for a miss and for damaged values.
+        """Return the stored values of all keys as one Arrow array of float32 lists, with null for a miss or damaged values.
 
         Raises UsageError if there are more values than one array can contain, because its offsets have only 32 bits.
         """
@@ -354,12 +355,12 @@ class Found:
         return _PLACE_BYTES * len(self.lengths)
 
     def values_bytes(self, count: int) -> int:
-        """Return how many bytes of memory it takes to read token values and send them in batches of `count` bytes."""
+        """Return how many bytes of memory are needed to read token values and send them in batches of `count` bytes."""
         group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
         return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Return the sum of the first `lengths[i]` values of each key i, float64 of shape (n,).
+        """Return the sum of the first `lengths[i]` values of each key i, as a float64 array of shape (n,).
 
         A key's sum is NaN if the snapshot has fewer values for it than requested, or if its values are damaged. Token values
         are read only for keys that have more stored values than requested.
@@ -371,10 +372,11 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """Yield the provenances of the keys at the indices `some`. A provenance tells how values were computed.
+        """Yield the provenances of the stored values of the keys at the indices `some`.
 
-        The order is arbitrary. A provenance can be yielded several times, because duplicates are removed only among rows that
-        are read together. Nothing is yielded for misses and for rows in damaged shards.
+        A provenance tells how values were computed. The order is arbitrary. A provenance can be yielded several times,
+        because duplicates are removed only among rows that are read together. Nothing is yielded for misses and for rows in
+        damaged shards.
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())
@@ -431,8 +433,8 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Split a response into batches, and return (start, stop) for each: a batch contains the keys with the indices `start` to
-    `stop` - 1.
+    """Split a response into batches, and return a tuple (start, stop) for each batch. The batch contains the keys with the
+    indices `start` to `stop` - 1.
 
     Args:
         found: the result of the lookup.
@@ -459,7 +461,7 @@ def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[
         snapshot: the snapshot that the keys were looked up in.
         found: the result of the lookup.
         values: whether to include token_logps.
-        parts: the range of keys of each batch, as returned by `answer_parts`.
+        parts: (start, stop) for the keys of each batch, as returned by `answer_parts`.
     """
     tables = (answer_table(snapshot, found.slice(start, stop), values) for start, stop in parts)
     return stream_messages(answer_schema(snapshot, values), tables)

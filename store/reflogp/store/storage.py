@@ -21,7 +21,7 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: Where a store can be, for help texts and error messages. Other schemes that delta-rs supports work too.
+#: Description of where a store can be, shown in help texts and error messages. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or an s3://, gs:// or az:// URI"
 #: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects. Arrow passes bytes objects to them only if each
 #: write fits in Arrow's buffer.
@@ -50,8 +50,9 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
     """Return the delta-rs storage options of a store: `options`, plus AWS_FORCE_CREDENTIAL_LOAD if an AWS profile is used.
 
-    A profile is used if the store is on S3 and AWS_PROFILE is set without AWS_ACCESS_KEY_ID, in `options` or the environment.
-    Without AWS_FORCE_CREDENTIAL_LOAD, delta-rs ignores AWS profiles and credential files if an endpoint is given.
+    A profile is used if the store is on S3, AWS_PROFILE is set in `options` or the environment, and AWS_ACCESS_KEY_ID is set in
+    neither of them. Without AWS_FORCE_CREDENTIAL_LOAD, delta-rs ignores AWS profiles and credential files if an endpoint is
+    given.
     """
     named = {name.upper() for name in options or {}} | os.environ.keys()
     if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
@@ -135,8 +136,8 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 def unfinished_files(uri: str) -> list[Path]:
     """Return the incomplete files left behind by writes that failed or were interrupted.
 
-    In a local folder, delta-rs writes a file as `path#1`, and renames it when it is complete. The list is empty for object
-    stores.
+    In a local folder, delta-rs writes a file under a temporary name such as `NAME#1`, and renames it when it is complete.
+    The list is empty for object stores.
     """
     return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 
@@ -150,9 +151,9 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Return the size in bytes of each file in a folder, by path. Files in subfolders are not included.
+    """Return a dict from the path of each file in a folder to its size in bytes. Files in subfolders are not included.
 
-    The result is empty if the folder does not exist.
+    The dict is empty if the folder does not exist.
     """
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}

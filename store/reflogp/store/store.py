@@ -117,7 +117,7 @@ class Store:
         """Return the table of a reference.
 
         Args:
-            reference: from `describe_reference`.
+            reference: the reference, as returned by `describe_reference`.
 
         Raises:
             ReferenceNotFoundError: the store has no table for this reference. If it has values of the same model in other
@@ -154,7 +154,7 @@ class Store:
 
         Raises:
             UsageError: the URI points to something that is not a store.
-            DamagedStoreError: the reference.json of one of these references is damaged.
+            DamagedStoreError: the reference.json of a reference in `candidates` is damaged.
             StoreFormatError: the store was written by a newer version of reflogp.
             StoreUnavailableError: the store cannot be read.
         """
@@ -172,7 +172,7 @@ class Store:
         """Return the table of `reference`. Create the table if it does not exist, and check that it can be written to.
 
         Args:
-            reference: from `describe_reference`.
+            reference: the reference, as returned by `describe_reference`.
 
         Raises:
             UsageError: the URI points to something that is not a store.
@@ -217,7 +217,7 @@ class Store:
             raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
     def _entries(self) -> dict[str, pafs.FileType]:
-        """Return the type of each entry in the store's folder, by name, or an empty dict if the folder does not exist."""
+        """Return a dict from the name of each entry in the store's folder to its type, or {} if the folder does not exist."""
         return {
             entry.base_name: entry.type for entry in self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
         }
@@ -302,9 +302,10 @@ def choose_reference(
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
-    """Select the reference in `dtype` from `described`, the result of `describe_all_numerics` with the same `lm_head_dtype`.
+    """Return the reference in `described` whose dtype is `dtype`.
 
-    If `lm_head_dtype` is None, the selected reference has logits in `dtype`.
+    `described` must be the result of `describe_all_numerics` with the same `lm_head_dtype`. If `lm_head_dtype` is None, the
+    returned reference has logits in `dtype`.
     """
     return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
 

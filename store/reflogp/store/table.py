@@ -47,9 +47,9 @@ from reflogp.store.texts import counted, short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return only those of `rows` that have more values than the snapshot has for the same key.
+    """Return only the rows that have more values than the snapshot has for the same key.
 
-    If the snapshot has some values for a key, these stored values replace the first values of the row with that key.
+    If the snapshot has some values for the key of a returned row, these stored values replace the first values of that row.
 
     If no row is changed, moved or omitted, `rows` itself is returned. In that case, a shard that was already written from these
     rows is still valid.
@@ -95,10 +95,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Maximum number of seconds to retry a commit while other writers keep committing first.
 _PATIENCE = 900.0
-#: Longest pause before a retry, in seconds, and the number of retries after which the longest pause starts to decrease.
+#: Maximum pause before a retry, in seconds, and the number of retries after which this maximum starts to decrease.
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
-#: Settings of the Delta table. All log entries are kept, because a repair starts from the log. Files that compaction replaced
-#: are kept until the table is vacuumed.
+#: Settings of the Delta table. All log entries are kept, because a repair needs them. Files that compaction replaced are kept
+#: until the table is vacuumed.
 _SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
 
 
@@ -276,9 +276,9 @@ class LogprobTable:
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Remove the `removed` shards from the table and add the `added` shards, in one commit.
 
-        The `removed` shards must contain the same rows as the `added` shards, or be damaged. Other writers may append rows at
-        the same time. If another process has already removed one of the `removed` shards, nothing is committed, the files of
-        the `added` shards are deleted, and the result is False.
+        Each `removed` shard must be damaged, or the `added` shards must contain its keys with at least as many values. Other
+        writers may append rows at the same time. If another process has already removed one of the `removed` shards,
+        nothing is committed, the files of the `added` shards are deleted, and the result is False.
 
         Raises StoreUnavailableError if the commit cannot be written or the file of an `added` shard is missing, and
         DamagedStoreError if the log is damaged.
@@ -345,12 +345,12 @@ class LogprobTable:
         return self._salvaged.version if self._salvaged else int(self._delta.version())
 
     def shards(self) -> dict[str, int]:
-        """Return the size in bytes of each shard in the latest snapshot, by path. Only the Delta log is read."""
+        """Return a dict from the path of each shard in the latest snapshot to its size in bytes. Only the Delta log is read."""
         return self.numbered_shards()[1]
 
     @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
-        """Return the number of the latest snapshot, and the size in bytes of each of its shards, by path."""
+        """Return the number of the latest snapshot, and a dict from the path of each of its shards to its size in bytes."""
         self._refresh()
         if self._salvaged:
             return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
@@ -477,12 +477,13 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if the shard at `path` was committed after version `before`, although the commit seemed to fail.
+        """Return whether the shard at `path` was committed after version `before`, although the commit seemed to fail.
 
         The log's entries are searched, because another process may already have compacted the shard and thereby removed it from
         the table.
 
-        Raises StoreUnavailableError if there is no commit after `before`: in this case, no other writer caused the failure.
+        Raises StoreUnavailableError if the table has no version after `before`. In this case, the commit failed for another
+        reason than a commit of another writer.
         """
         self._refresh()
         self._require_whole(None)
@@ -497,7 +498,7 @@ class LogprobTable:
     def _tries(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.
 
-        An attempt fails if another writer commits between the load and the attempt's own commit. To keep this interval short,
+        An attempt fails if another writer commits after the load and before the attempt commits. To keep this interval short,
         this method pauses before the load, not after it. After several failed attempts, the pauses become shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds.
@@ -525,10 +526,10 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Add and remove shards in one commit, which creates the version after the table version that was read last.
+        """Add and remove shards in one commit. The commit creates the next version after the table version that was read last.
 
-        Return False if delta-rs reports a conflict with another commit. Usually, another writer committed first. If the
-        response to this commit was lost, the commit may have succeeded (see `_arrived`).
+        Return False if delta-rs reports a conflict with another commit. Usually, another writer committed first. However, the
+        commit may have succeeded if the response to it was lost (see `_arrived`).
         """
         now = int(time.time() * 1000)
         replaces = bool(removed)

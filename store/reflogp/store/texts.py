@@ -1,10 +1,10 @@
 """Shorten, mask and format text for error messages, logs, pages and reports.
 
 An error message can quote text from a chat template or a dataset, such as a column name or a value. Quoted text can have any
-length and contain any characters, so code that stores or prints an error message must first pass it through `shortened`.
-`visible` writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from URIs.
-`LineFormatter` prevents quoted text in a log record from looking like a separate record. The other functions format numbers,
-sizes, times and reprs.
+length and contain any characters. Code that stores or prints an error message must therefore first pass the message through
+`shortened`. `visible` writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from
+URIs. `LineFormatter` prevents quoted text in a log record from looking like a separate record. The other functions format
+numbers, sizes, times and reprs.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ def short_repr(name: str, *lines: str) -> str:
     return "\n".join([f"{name}(", *(f"    {line}" for line in shown), ")"])
 
 
-#: (size, suffix), largest size first.
+#: Pairs of a factor and its suffix, largest factor first.
 _DECIMAL = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")]
 _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
 
 
 def number(value: float) -> str:
-    """Format a number, such as 12,345. Fractional values between -100 and 100 are rounded to three significant digits, such as
-    12.3. Other values are rounded to integers."""
+    """Format a number, for example as 12,345. Fractional values between -100 and 100 are rounded to three significant digits,
+    for example to 12.3. Other values are rounded to integers."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
 
 
 def short_number(value: float) -> str:
-    """Format a number for a chart's axis, such as 12.3k."""
+    """Format a number for a chart's axis, for example as 12.3k."""
     for size, suffix in _DECIMAL:
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}".replace("-", "−")
@@ -102,7 +102,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def byte_count(value: int) -> str:
-    """Format a size in bytes, such as 12.3 MiB."""
+    """Format a number of bytes, for example as 12.3 MiB."""
     for size, suffix in _BINARY:
         if value >= size:
             return f"{value / size:.1f} {suffix}"
@@ -110,7 +110,7 @@ def byte_count(value: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration, such as 0.4 s, 12 s, 3 min 5 s, 2 h 10 min or 4 d 3 h."""
+    """Format a duration, for example as 0.4 s, 12 s, 3 min 5 s, 2 h 10 min or 4 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     whole = round(seconds)
@@ -124,12 +124,12 @@ def duration(seconds: float) -> str:
 
 
 def moment(when: datetime) -> str:
-    """Format a time, such as 2026-11-20 21:55:13 UTC."""
+    """Format a time, for example as 2026-11-20 21:55:13 UTC."""
     return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def machine_moment(when: datetime) -> str:
-    """Format a time for an HTML `datetime` attribute, for example 2026-11-20T21:55:13Z."""
+    """Format a time for an HTML `datetime` attribute, for example as 2026-11-20T21:55:13Z."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -177,7 +177,7 @@ def hide_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of the error's type if it has no message."""
+    """Return the first line of an error's message, or the name of the error's type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -213,7 +213,7 @@ class LineFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another handler may have set this attribute to unformatted text
+        record.exc_text = None  # another formatter may have cached a traceback here, without indentation
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -39,11 +39,13 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings for which a dataset must be scored separately, as keyword arguments: max_length and truncation_mode if
-        there is a maximum length and the mode is keep_end. Otherwise, the dict is empty.
+        """Return the settings for which a dataset must be scored separately, as a dict of keyword arguments.
+
+        The dict contains max_length and truncation_mode if max_length is set and the mode is keep_end. Otherwise, the dict is
+        empty.
 
         keep_start needs no separate scoring, because the needed values are the first values of the whole sequence. ld_alpha
-        needs none either, because it is applied later, to the stored values of individual tokens.
+        needs no separate scoring either, because it is applied later, to the stored values of individual tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
@@ -61,8 +63,8 @@ class Windows:
         completion_ids: token ids of the n completions, large_list<uint32>; with keep_start, these are whole completions, even
             if only their first tokens are needed.
         needed: number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: True for each row that TRL removes because the prompt alone fills max_length (only with keep_start), bool of
-            shape (n,).
+        dropped: True for each sequence whose row TRL removes because the prompt alone fills max_length (only with keep_start),
+            bool of shape (n,).
     """
 
     prompt_ids: pa.LargeListArray
@@ -89,8 +91,8 @@ def windows(
     becomes the prompt and has no log-prob, exactly as in TRL's shifted loss.
 
     Args:
-        prompt_ids: n lists of token ids.
-        completion_ids: n lists of token ids.
+        prompt_ids: token ids of the prompts, n lists.
+        completion_ids: token ids of the prompts' completions, n lists.
         max_length: maximum number of tokens in prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
 
@@ -129,7 +131,7 @@ def check_truncation(max_length: int | None, truncation_mode: str) -> None:
 
 
 def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
-    """Remove the first `cut[i]` values from each list i.
+    """Remove the first `cut[i]` values from list i, for every i.
 
     Args:
         lists: large_list<uint32>, n lists without nulls, as returned by `keys.token_lists`.

@@ -59,22 +59,23 @@ _AnyTrainer: Any = object
 class CachedReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL DPOTrainer or KTOTrainer (or a subclass) use stored reference log-probs.
 
-    List the mixin before the trainer among the base classes. The constructor takes the trainer's own arguments and these:
+    List the mixin before the trainer among the base classes. In addition to the trainer's arguments, the constructor takes:
 
     Args:
         reference: where the reference log-probs are stored.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the reference's before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
-        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model (see reflogp.trainer.tolerances), and the policy and the
-            reference must have the same dtype. If a `ReferenceAudit` with a tolerance is passed as `audit`, that tolerance
-            is used instead.
-        audit: a `ReferenceAudit`, None for one with `step_zero_tolerance` and otherwise default settings, or False for no
-            audit.
+        step_zero_tolerance: maximum of |policy - reference| / √tokens for each completion, where policy and reference are the
+            sums of the completion's log-probs in nats. If None, the tolerance depends on the dtypes and on whether the model is
+            a mixture of experts (see reflogp.trainer.tolerances), and the policy and the reference must have the same dtype. If
+            a `ReferenceAudit` with a tolerance is passed as `audit`, the tolerance of the `ReferenceAudit` is used instead.
+        audit: a `ReferenceAudit`, or False for no audit. If None, a `ReferenceAudit` is created with `step_zero_tolerance` and
+            otherwise default settings.
 
     Raises:
-        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
+        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`. These errors are raised before
+            training begins or, for the rows of a stream, while the stream is read.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of the reference model at all.
         StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run raised one of these errors.
@@ -82,8 +83,8 @@ class CachedReferenceMixin(_AnyTrainer):
         ImportError: the installed version of TRL is not supported, or unsloth was imported too late.
 
     Attributes:
-        joins: a record of each join, by dataset name ("train", "eval", …). If the run has an audit, the records are also in
-            `output_dir/reflogp_audit.json`.
+        joins: dict from each dataset's name ("train", "eval", …) to the JoinRecord of its join. If the run has an audit, the
+            records are also in `output_dir/reflogp_audit.json`.
         audit: the audit of the run, or None if there is no audit. Its attribute `step_zero` is the result of the comparison
             before the first step.
 
@@ -135,7 +136,8 @@ class CachedReferenceMixin(_AnyTrainer):
         self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
         self._misses: list[Misses] = []
-        # Names of the datasets that a call of `evaluate` has yet to join. None in the constructor, which does not know them.
+        # Names of the datasets that a call of `evaluate` has yet to join. None while the constructor runs, because the
+        # constructor does not know the names of the datasets that it will join.
         self._joins_to_come: set[str] | None = None
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
@@ -143,7 +145,8 @@ class CachedReferenceMixin(_AnyTrainer):
         named = list(_named_datasets(more, kwargs))
         takes_images = may_take_images(model, kwargs.get("processing_class"))
         trained_on = [dataset for dataset, called in named if called == "train"] or [dataset for dataset, _ in named]
-        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL checks the same datasets
+        # TRL looks for images in the same datasets.
+        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)
         if self._has_images:
             require_vision(type(self), [dataset for dataset, _ in named], reference)
         for dataset, called in named:
@@ -343,8 +346,8 @@ class CachedReferenceMixin(_AnyTrainer):
 
 
 def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield a trainer's arguments, whether or not they are datasets, each with the name that messages use for it. Yield the
-    values of a dictionary separately."""
+    """Yield each argument of a trainer, even if it is not a dataset, with the name that messages use for it. If an argument is
+    a dictionary, yield each of its values with the value's key."""
     for name, given in (*(("given", value) for value in more), *kwargs.items()):
         name = name.removesuffix("_dataset")
         if isinstance(given, dict):

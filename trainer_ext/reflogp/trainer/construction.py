@@ -1,5 +1,4 @@
-"""Prevent a trainer's constructor from creating a reference model. If the constructor fails, undo the changes that it made to
-the objects passed to it.
+"""Prevent a trainer's constructor from creating a reference model. If the constructor fails, undo its changes to its arguments.
 
 With stored values, TRL must not load, copy or use a reference model, and does not need to hash the policy's weights.
 """
@@ -19,11 +18,11 @@ from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
-    """A placeholder for TRL's reference model that cannot be used as a model.
+    """A placeholder for TRL's reference model. The placeholder cannot be used as a model.
 
     If a trainer's ref_model is None, TRL's `evaluate` rejects new datasets after the first step, because TRL would compute the
     reference log-probs with the trained policy. With the placeholder, `evaluate` accepts new datasets. Any attempt to call the
-    placeholder, move it or read its attributes raises an error.
+    placeholder, move it to a device or read its attributes raises an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -69,11 +68,11 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
     TRL 1.15 and newer hash the policy's weights (`hash_module`) to name a cache file for precomputed log-probs. Under FSDP,
     these versions also load a reference model, even if log-probs are precomputed. TRL 1.1 and older always create a reference
-    model, with `create_model_from_path` or `create_reference_model`. Within the block, these functions are replaced in all
-    modules that `trl_modules` returns.
+    model, with `create_model_from_path` or `create_reference_model`. Within the block, these three functions are replaced in
+    all modules that `trl_modules` returns.
 
     Args:
-        trainer_class: the class of the trainer.
+        trainer_class: class of the trainer that is constructed within the block.
         policy_is_path: whether the policy is given as a path or hub id. If True, TRL may create one model within the block: the
             policy.
     """

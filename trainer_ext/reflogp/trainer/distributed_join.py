@@ -35,7 +35,7 @@ class Found:
         where: the source, reference and snapshot of the values. If the service scored rows during this join, the snapshot
             includes their values.
         asked: the keys that were looked up for the dataset's rows, and the number of values needed for each key.
-        columns: the reference columns in nats, by name, each float32 of shape (n,); NaN where the value is missing.
+        columns: dict from each reference column's name to its values in nats, float32 of shape (n,). Missing values are NaN.
         misses: rows without values, or None if every row has values.
         scored: number of rows that the service was asked to score during this join.
     """
@@ -62,8 +62,8 @@ class NothingScored:
 def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
     """Choose the reference's dtype on the first process, and return a source with this dtype on all processes.
 
-    See `ReferenceSource` for how dtype="auto" chooses. A source with another dtype, with a reference id or without a model is
-    returned unchanged.
+    `ReferenceSource` describes which dtype is chosen. A source is returned unchanged if its dtype is not "auto", if it has a
+    reference id, or if it has no model.
 
     Args:
         source: where the values are stored.
@@ -108,7 +108,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
     """Return the Misses of a dataset for a store that has no values of the reference.
 
-    All rows with a completion are missing, except those that TRL's length filter drops. Return None if there are no such rows.
+    All rows with a completion are missing, except those that TRL's length filter drops. Return None if no rows are missing.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
@@ -141,7 +141,8 @@ def raise_missing(
     Raises:
         MissingLogpsError: `where` is a snapshot; the error names the rows for which the snapshot has no values.
         ReferenceNotFoundError, StoreNotFoundError: `where` is NothingScored.
-        RankFailedError: another process raised one of these errors, which are raised only on the first process of each node.
+        RankFailedError: this process is not the first process of its node. Only the first process of each node raises one of
+            the errors above.
     """
 
     def tell() -> None:
@@ -170,7 +171,7 @@ def join_on_all_ranks(
     Args:
         dataset: the tokenized rows.
         name: the dataset's name, for error messages.
-        layout: the layout of the dataset's columns.
+        layout: describes which columns contain token ids, and how to convert these columns.
         source: where the values are stored.
         where: the snapshot in which to look up the values.
         settings: the trainer's settings that the sums depend on.

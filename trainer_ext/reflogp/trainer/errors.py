@@ -27,11 +27,12 @@ class MissingLogpsError(ReferenceLogpsError):
     values were looked up. In this case, `rows` contains the row's index in the batch, and `command` is empty.
 
     Attributes:
-        rows: indices of these rows in the tokenized dataset. If several datasets have such rows, `rows` lists only those of the
-            first one.
+        rows: indices (in the tokenized dataset) of the rows without stored values. If several datasets have such rows, `rows`
+            contains only the indices in the first of these datasets.
         command: command that scores the missing rows of all datasets; empty if the values come from a file.
-        datasets: indices of these rows in each dataset, by dataset name ("train", "eval", or the key in a dictionary of
-            evaluation datasets). Empty for frameworks other than TRL.
+        datasets: dict from each dataset's name to the indices of its rows without stored values. The name is "train", "eval",
+            the key in a dictionary of evaluation datasets, or "the dataset" (if `join_reference_logps` raises the error). The
+            dict is empty for frameworks other than TRL.
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
@@ -57,7 +58,7 @@ class BroughtColumnsError(ReferenceLogpsError):
     """A dataset already has reference columns whose values are NaN or differ from the reference's.
 
     Attributes:
-        rows: indices in the tokenized dataset of the rows whose values differ or are NaN.
+        rows: indices (in the tokenized dataset) of the rows whose values differ or are NaN.
     """
 
     def __init__(self, message: str, rows: list[int]) -> None:
@@ -89,5 +90,6 @@ class StepZeroError(AuditError):
     """Before the first step, the policy's log-probs differ from the reference log-probs by more than the tolerance.
 
     If no tolerance is set, this error is also raised if the policy and the reference compute in different dtypes. The check
-    `spot_check` raises this error too, and may compare log-probs that a service computed instead of the policy's.
+    `spot_check` raises this error too. If the spot check uses a service, it compares the service's log-probs, instead of the
+    policy's, with the reference log-probs.
     """

@@ -127,8 +127,8 @@ def join_reference_logps(
     """Return `dataset` with the columns ref_chosen_logps and ref_rejected_logps added (for KTO: ref_logps and ref_KL_logps).
 
     Args:
-        dataset: tokenized rows, with prompt_ids and either chosen_ids and rejected_ids, or completion_ids (and optionally
-            KL_completion_ids). A stream (IterableDataset) is joined as it is read.
+        dataset: tokenized rows. Pairs have the columns prompt_ids, chosen_ids and rejected_ids. Rows for KTO have prompt_ids,
+            completion_ids and optionally KL_completion_ids. A stream (IterableDataset) is joined as it is read.
         source: where the values are stored.
         max_length: `max_length` of the trainer's config, or None for no limit. The joined values are the sums that TRL would
             precompute with the same `max_length`, `truncation_mode` and `ld_alpha`.
@@ -144,7 +144,7 @@ def join_reference_logps(
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         ReferenceNotFoundError, StoreNotFoundError: the source has no values of the reference at all.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        BroughtColumnsError: the dataset already has columns with these names, but their values differ from the reference's.
+        BroughtColumnsError: the dataset already has a reference column, but its values differ from the reference's.
         ServiceError: the source is a service that is unreachable, or that failed to score the missing rows.
         UsageError: rows have images, video or audio; columns are missing; the settings are invalid; or on_miss is "compute",
             which needs a trainer's model.
@@ -267,8 +267,8 @@ def require_usable(rows: int, name: str, join: Join, values: Values, first: int 
     """Raise UnusableLogpsError if the values for some rows are damaged or not finite.
 
     Args:
-        rows: number of rows of the dataset, or of rows that have been read from a stream.
-        first: row number of the join's first row.
+        rows: number of rows in the dataset or, for a stream, number of rows read so far.
+        first: index in the dataset or stream of the join's first row.
     """
     unusable = np.flatnonzero(join.unusable) + first
     if len(unusable):
@@ -287,8 +287,9 @@ def with_columns(
     names of the replaced columns.
 
     Args:
-        columns: the values in nats of each reference column, float32 of shape (n,), by column name.
-        tokens: for each column, the number of tokens in each row's sum, int64 of shape (n,).
+        columns: dict from each reference column's name to its values in nats, float32 of shape (n,).
+        tokens: one array for each entry of `columns`, in the same order: the number of tokens in each row's sum, int64 of shape
+            (n,).
         dtype: dtype in which the reference log-probs were computed; existing columns may differ by the rounding error of this
             dtype.
         first: row number of the dataset's first row, for error messages.
@@ -317,7 +318,7 @@ def join_stream(
 
     Args:
         values: the values to join, as returned by `ReferenceSource.open`. They are opened before the stream is read, because
-            Delta's library cannot open a table in the forked worker processes of a data loader.
+            the deltalake library cannot open a table in the forked worker processes of a data loader.
         trainer: the trainer that reads the reference columns, or None to use the column names of the newest TRL.
         name: the dataset's name, for error messages.
     """

@@ -1,8 +1,8 @@
 """Translate the column names of tokenized datasets between TRL versions, and share reference columns between processes.
 
 This module never checks TRL's version number; it recognizes a version by the dataset's column names and the trainer's methods.
-The table lists the columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are already
-truncated, and the columns for its KL term are KL_prompt_input_ids and KL_completion_input_ids.
+The table below lists the columns of token ids and the reference columns of each version. In TRL 1.2 and 1.3, KTO's tokens are
+already truncated, and the columns for its KL term are KL_prompt_input_ids and KL_completion_input_ids.
 
     DPO   TRL 0.29 and newer prompt_ids, chosen_ids, rejected_ids                          ref_chosen_logps, …
     DPO   0.13 to 0.28       prompt_input_ids, chosen_input_ids, rejected_input_ids        the same (for IPO: means over tokens)
@@ -34,7 +34,7 @@ from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import one_array, stream_buffer
 from reflogp.store.windows import without_first
 
-#: Names of the reference columns in the KTO trainers of TRL 1.5 and older, by their names in newer versions.
+#: Dict from the name of a reference column in the newest TRL to its name in the KTO trainers of TRL 1.5 and older.
 _EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
 KL_IDS = "KL_completion_ids"
 REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})
@@ -137,6 +137,6 @@ def save_table(table: pa.Table) -> Path:
 
 
 def load_table(file: Path) -> pa.Table:
-    """Return the memory-mapped table of a file that `save_table` wrote."""
+    """Map a file that `save_table` wrote into memory, and return its table."""
     with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
         return stream.read_all()

@@ -22,10 +22,11 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: Number of rows at the start of each weight tensor that are compared with the reference's weight files. Training changes some
-#: of these rows in nearly every tensor.
+#: Only this number of rows, from the start of each weight tensor, are compared with the reference's weight files. Training
+#: changes some of these rows in nearly every tensor.
 _WEIGHT_ROWS = 64
-#: Maximum number of dataset rows whose stored values a model must reproduce before its values for other rows are accepted.
+#: A model's values for rows without stored values are accepted only if the model reproduces the stored values of this many
+#: other rows, or of all other rows if there are fewer.
 _PROBES = 8
 
 
@@ -38,8 +39,8 @@ def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute reference log-probs, or an empty string if it can.
 
     The model can compute them if it has an adapter that can be turned off, or if the policy starts from the reference's
-    weights. In both cases, the weights must not have changed since the trainer was created, except those that the trainer's
-    `PolicyWeights` does not hash (by default, the weights of the trained adapters). All processes must call this function
+    weights. In both cases, the weights that the trainer's `PolicyWeights` hashes must not have changed since the trainer was
+    created. By default, these do not include the weights of the trained adapters. All processes must call this function
     together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
@@ -58,7 +59,7 @@ def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str
         batch: the collated batch, on the model's device.
 
     Returns:
-        for each reference column, by name: the sum of each row's log-probs in nats, shape (n,).
+        dict from the name of each reference column to the sum of each row's log-probs in nats, shape (n,).
     """
     compute = getattr(trainer, "compute_ref_log_probs", None) or trainer.compute_reference_log_probs
     was_training = model.training
@@ -89,9 +90,9 @@ def fill_in(
         trainer: the trainer whose model computes the log-probs.
         dataset: the tokenized rows, as prepared by TRL.
         missing: indices of the rows without values, int64 of shape (m,).
-        columns: the reference columns by name, float32 of shape (n,), with one value per row in the form that the trainer's
-            loss reads.
-        tokens: for each column, the number of tokens that each row's value covers, int64 of shape (n,).
+        columns: dict from the name of each reference column to its values, float32 of shape (n,), in the form that the
+            trainer's loss reads.
+        tokens: for each column, an array with the number of tokens that each row's value covers, int64 of shape (n,).
         dtype: dtype in which the reference log-probs were computed.
 
     Returns:

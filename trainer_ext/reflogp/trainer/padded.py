@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 Ids = npt.NDArray[np.int64]
-#: An embedding counts as a table of positions if it has as many rows as the config's max_position_embeddings, or at most this
-#: many more (OPT has 2 more).
+#: An embedding counts as a table of positions if its number of rows is the config's max_position_embeddings, or is larger by at
+#: most this number (OPT's is larger by 2).
 _SPARE_POSITIONS = 8
 
 
@@ -56,8 +56,8 @@ class PaddedBatch:
 
         Rows in which no token needs a log-prob are left out. A row's padding can be omitted if it only shifts all positions by
         the same amount and the model's attention depends only on relative positions. A row keeps its left padding if the model
-        has absolute positions. It also keeps padding between its tokens, padding that is the only context of the completion,
-        and padding whose log-probs are needed.
+        has absolute positions. A row also keeps padding between its tokens, padding that is the only context of the
+        completion, and padding whose log-probs are needed.
 
         Args:
             absolute_positions: whether the model has an embedding table for absolute positions; see `has_absolute_positions`.
@@ -84,7 +84,8 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Return log-probs as an array of shape (rows, completion tokens), with zeros where no log-prob is needed."""
+        """Arrange the log-probs in `answers`, a list of (scored sequence, its log-probs), as an array of shape (rows,
+        completion tokens). The array contains zeros where no log-prob is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps

@@ -19,10 +19,10 @@ from transformers import TrainerCallback
 
 from reflogp.trainer.ranks import Rank, gather
 
-#: Number of elements that are hashed at once: few enough to fit in a CPU's cache, or enough to keep a GPU busy without using
-#: much memory.
+#: Number of elements that are hashed at once. The number for CPUs fits in a CPU's cache. The number for GPUs keeps a GPU busy
+#: without using much memory.
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 26
-#: Odd multipliers of a mixing function (xxHash's primes, as signed 32-bit integers).
+#: Odd multipliers with which `_mixed_sum` hashes elements (xxHash's primes, as signed 32-bit integers).
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
 
 
@@ -31,7 +31,7 @@ class Fingerprint:
     """Digests of the weights that one process holds.
 
     Attributes:
-        layout: digest of the weights' shapes and dtypes, which changes when weights are sharded across processes or cast.
+        layout: digest of the weights' shapes and dtypes. It changes when weights are cast or are sharded across processes.
         content: digest of the weights' values.
     """
 
@@ -46,8 +46,8 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
     Args:
         model: the unwrapped model.
-        with_adapters: whether to hash the weights of all adapters of a PEFT model. If False, the weights of its adapters are
-            not hashed, except those of an adapter named "ref" (which TRL uses as the reference).
+        with_adapters: whether to hash the weights of all adapters of a PEFT model. If False, the only adapter that is hashed is
+            the one named "ref", if there is one. TRL uses this adapter as the reference.
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():

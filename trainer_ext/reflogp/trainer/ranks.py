@@ -63,8 +63,9 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
         work: the function to run; it may use collective operations.
 
     Raises:
-        on a process where `work` fails, the exception that `work` raised; on all other processes, a RankFailedError with the
-        text of the exception from the failed process with the lowest rank.
+        Exception: `work` failed on this process. The exception that `work` raised is raised again.
+        RankFailedError: `work` failed, but only on other processes. The message contains the exception text of the failed
+            process with the lowest rank.
     """
     if Rank.here().count == 1:
         return work()

@@ -51,7 +51,8 @@ class Traffic:
 
     Attributes:
         batches: number of batches whose values were received.
-        sequences, tokens: number of sequences that the service scored, and number of their prompt and completion tokens.
+        sequences: number of sequences that the service scored.
+        tokens: total number of prompt and completion tokens in these sequences.
         seconds: time from sending a batch's requests to receiving the batch's values, summed over all batches.
         waited_seconds: the part of `seconds` during which the trainer waited for values and did no other work.
     """
@@ -63,8 +64,10 @@ class Traffic:
     waited_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes, and as `hidden_share` the fraction of `seconds` during which the trainer did not wait (None if
-        `seconds` is 0)."""
+        """Return a dict of the attributes and one more number, `hidden_share`.
+
+        `hidden_share` is the fraction of `seconds` during which the trainer did not wait for values, or None if `seconds` is 0.
+        """
         hidden = 1 - self.waited_seconds / self.seconds if self.seconds else None
         return {**asdict(self), "hidden_share": hidden}
 
@@ -76,7 +79,7 @@ class RemoteReference(ReferenceDuringTraining):
     only one log-prob per token. Call `per_token_logps` to get the log-probs.
 
     Args:
-        source: a running service and the reference model's name, path or id.
+        source: a ReferenceSource with the URL of a running service and the reference model's name, path or id.
         deadline: maximum number of seconds to wait for one batch's values, including retries and the pauses between retries.
             The service may be slow, unreachable or restarting for this long before an error is raised.
         absolute_positions: whether the reference model has an embedding table for absolute positions (as GPT-2 does), so that
@@ -89,7 +92,8 @@ class RemoteReference(ReferenceDuringTraining):
         RankFailedError: another process could not use the service or the reference.
 
     Attributes:
-        where: the service's URL, the reference's id and dtype, and the snapshot number (the latest if the source has none).
+        where: the service's URL, the reference's id and dtype, and the snapshot number. If the source names no snapshot, the
+            number is that of the latest snapshot.
         traffic: what the service has scored for this process so far, and how long this took.
 
     Examples:
@@ -160,9 +164,9 @@ class RemoteReference(ReferenceDuringTraining):
             temperature: value by which logits are divided.
 
         Returns:
-            log-probs, float32 of shape (rows, completion_tokens), or (rows, width - 1) if `completion_tokens` is None, on the
-            device of `input_ids`. Log-probs are zero at padding and, if `completion_tokens` is None, at the first token after
-            left padding.
+            a float32 tensor on the device of `input_ids`. Its shape is (rows, completion_tokens), or (rows, width - 1) if
+            `completion_tokens` is None. Log-probs are zero at padding and, if `completion_tokens` is None, at the first token
+            after left padding.
 
         Raises:
             UsageError: the shapes do not match, `completion_tokens` is out of range, or the temperature is not above 0.

@@ -1,4 +1,4 @@
-"""Describe where a trainer's reference values are stored (a store, a service or a file), and which reference model computed
+"""Describe where a trainer gets its reference values (from a store, a service or a file), and which reference model computed
 them.
 
 This module loads no model.
@@ -36,16 +36,16 @@ class ReferenceSource:
     Args:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file that `reflogp join` or
             a service's job wrote (….parquet).
-        model: the reference model: a folder or hub id. The model is not loaded: it is identified by digests of its files, which
-            are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
+        model: folder or hub id of the reference model. The model is not loaded, but identified by digests of its files. The
+            digests are cached. `model` can be omitted if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference log-probs were computed, spelled as in `reflogp score --dtype`. The reference id
-            depends on the dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, "auto" selects the
-            dtype in which the location has log-probs of the model, if there is only one. If there are several, it selects the
-            dtype in which the run computes, which must be one of them. If the location has no log-probs of the model, "auto"
-            also selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for axolotl, LLaMA-Factory and
-            ms-swift determine the run's dtype from the policy and its mixed precision. Everything else that uses a source, such
-            as `open`, assumes that the run computes in bfloat16. If `model` is omitted, `dtype` and `lm_head_dtype` are
-            ignored.
+            depends on the dtype. "auto" selects the dtype of `reference_id` if an id is given. Otherwise, the choice depends on
+            the dtypes in which the location has log-probs of the model. If there is only one such dtype, "auto" selects it. If
+            there are several, "auto" selects the run's dtype (the dtype in which the run computes), which must be one of them.
+            If there are none, "auto" also selects the run's dtype. CachedDPOTrainer, CachedKTOTrainer and the trainers for
+            axolotl, LLaMA-Factory and ms-swift determine the run's dtype from the policy and its mixed precision. Everything
+            else that uses a source, such as `open`, assumes that the run computes in bfloat16. If `model` is omitted, `dtype`
+            and `lm_head_dtype` are ignored.
         reference_id: the reference's id, as printed by `reflogp score` and `reflogp store ls`.
         snapshot: number of the snapshot to read, or None for the snapshot that is the latest when the trainer starts to look
             up its dataset's values.
@@ -56,14 +56,14 @@ class ReferenceSource:
             only with trainers that are based on `CachedReferenceMixin`, and not with streams. For a stream, "error" and "score"
             take effect when the rows are read, during training.
         lm_head_dtype: "float32" if the reference log-probs were computed with `--lm-head-dtype float32`.
-        reference: name of the reference model in a service; it can replace `model` or `reference_id`.
+        reference: name of the reference model in a service. It can be passed instead of `model` or `reference_id`.
         token: bearer token for a service; $REFLOGP_TOKEN by default.
         score_timeout: maximum number of seconds to wait for one scoring job, or None for no limit. Either way, an error is
             raised if the service does not respond for ten minutes. With on_miss="score", at most one job is submitted for each
             dataset (for a stream, for each batch of rows).
 
     Raises:
-        UsageError: the arguments name no reference or a model that does not exist, or they contradict each other.
+        UsageError: the arguments name no reference, name a model that does not exist, or contradict each other.
         CheckpointError, FileChangedError: the reference id of `model` cannot be computed; see `describe_reference`.
 
     Examples:
@@ -157,7 +157,7 @@ class ReferenceSource:
             snapshot: number of the snapshot. If None, use the source's `snapshot` or, if that is None too, the latest snapshot.
 
         Raises:
-            ReferenceNotFoundError: the store has no values of the reference, or the service does not serve it.
+            ReferenceNotFoundError: the store has no values of the reference, or the service does not serve the reference.
             SnapshotNotFoundError, UsageError, StoreError, ServiceError: the source cannot be opened.
         """
         if self.chooses_dtype:
@@ -184,7 +184,9 @@ class ReferenceSource:
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return an error saying that a store has no values for this reference, with the complete command that scores the data.
+        """Return an error whose message says that a store has no values of this reference.
+
+        The message also contains the complete command that scores the data.
 
         Args:
             error: the error that the store or `open` raised.

@@ -8,11 +8,11 @@ import torch
 
 from reflogp.store.reference import autocast_dtype
 
-#: The allowed difference between two sums over n tokens, in nats, is this value times sqrt(n). Rounding errors of individual
-#: tokens are independent, so their sum grows with sqrt(n). Values are (dense model, mixture of experts), measured by
-#: tools/gate_trials.py, with a margin above the largest observed difference (docs/trainer.md). The log-probs of a different
-#: checkpoint of the same model typically differ by 0.1 per token or more. Most of these differences have the same sign, so the
-#: difference between two sums grows with n.
+#: Dict from each dtype to two tolerances, in nats/sqrt(tokens): one for dense models, and one for mixtures of experts. Two sums
+#: over n tokens may differ by the tolerance times sqrt(n). Rounding errors of individual tokens are independent, so their sum
+#: grows with sqrt(n). The tolerances come from measurements with tools/gate_trials.py, with a margin above the largest observed
+#: difference (docs/trainer.md). In contrast, the log-probs of a different checkpoint of the same model typically differ by 0.1
+#: per token or more. Most of these differences have the same sign, so the difference between two sums grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 
 
@@ -42,10 +42,10 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
             --mixed_precision` or DeepSpeed's settings. If `accelerator` is None, the dtype of the weights is returned.
 
     Returns:
-        "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and
-        "bfloat16" if the weights are bfloat16 during the forward pass. The weights are bfloat16 in a bfloat16 policy (with or
-        without autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for float16 are
-        analogous. Without mixed precision, the result is the dtype of the weights.
+        "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, which TRL enables by
+        default), and "bfloat16" if the weights are bfloat16 during the forward pass. The weights are bfloat16 in a bfloat16
+        policy (with or without autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for
+        float16 are analogous. Without mixed precision, the result is the dtype of the weights.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:

@@ -1,8 +1,8 @@
-"""Train with TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
+"""Train with TRL's DPOTrainer and KTOTrainer, using stored reference log-probs.
 
-To estimate its KL term, TRL's KTOTrainer pairs each prompt with the completion of another row; the pairs depend on the batch
-size and the row order. These paired sequences need reference values too. Because TRL creates the pairs when it prepares the
-dataset, reflogp joins values to the prepared rows.
+TRL's KTOTrainer estimates a KL term. For this estimate, it combines each prompt with the completion of another row. Which rows
+are combined depends on the batch size and the row order. The combined sequences need reference values too. Because TRL creates
+them when it prepares the dataset, reflogp joins values to the prepared rows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
     Raises:
-        ImportError: TRL's KTOTrainer does not have the hook `_precompute_ref_logps`, as in TRL before 1.2.
+        ImportError: TRL's KTOTrainer does not have the hook `_precompute_ref_logps`. TRL versions before 1.2 lack it.
 
     Examples:
         >>> from datasets import load_dataset

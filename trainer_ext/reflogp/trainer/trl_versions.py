@@ -92,7 +92,7 @@ def refuse_liger_loss(args: Any) -> None:
 
 
 def default_config(trainer_class: type, model: Any) -> Any:
-    """Return the config that TRL creates for a trainer without args=, such as DPOConfig("<model>-DPO") for a DPOTrainer.
+    """Return the config that TRL creates if a trainer gets no args=, such as DPOConfig("<model>-DPO") for a DPOTrainer.
 
     Raises UsageError if TRL has no config class for the trainer.
     """

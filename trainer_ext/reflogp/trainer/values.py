@@ -72,8 +72,9 @@ class Values(Protocol):
         """
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return the log-probs of each key's completion tokens (list<float32>), or null for a key whose values are missing or
-        damaged.
+        """Return one list<float32> per key, with the log-probs of the completion's tokens.
+
+        If a key's values are missing or damaged, null takes the place of its list.
 
         Raises UsageError if only sums are available.
         """
@@ -82,8 +83,8 @@ class Values(Protocol):
         """Return the command that scores `data` and adds the results to this source, or an empty string if the source is a
         file.
 
-        `model` is the reference model as it should appear in the command. None stands for its name in the store. The command
-        for a service uses the service's own name for the reference instead.
+        The command names the reference model as given by `model` or, if `model` is None, by the model's name in the store. For
+        a service, `model` is ignored, and the command contains the service's name for the reference.
         """
 
 
@@ -255,8 +256,8 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """The sums of log-probs that a service returned for the given keys. To sum only the first tokens of a completion, this
-    class requests the log-probs of the completion's individual tokens."""
+    """The sums of log-probs that a service returned for the given keys. If only the first tokens of a completion count, this
+    class requests the log-probs of the completion's individual tokens and sums those of the first tokens."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -338,7 +339,12 @@ class FileValues:
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
         """Look up each row's two sums by the keys of both completions together, because with ld_alpha each sum depends on both
-        completions."""
+        completions.
+
+        Returns:
+            a dict from each reference column to a tuple of two arrays: the rows' indices in the file's table (-1 for a missing
+            row) and their sums.
+        """
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -347,7 +353,12 @@ class FileValues:
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
         """Look up each sum by the key of its sequence. The sums cannot be looked up by row, because a KTO run pairs prompts
-        with the completions of other rows."""
+        with the completions of other rows.
+
+        Returns:
+            a dict from each reference column to a tuple of two arrays: the keys' indices among the file's keys (-1 for a
+            missing key) and their sums.
+        """
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())

@@ -4,8 +4,8 @@ Stored log-probs are looked up by token ids alone, so a row with unsupported med
 prevent this, datasets are checked before a trainer prepares them.
 
 TRL tokenizes pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
-tokens from which a row's keys are computed. For the keys, the collator gets blank images of the same sizes instead of the
-row's images, which saves time. In the collator's output, the image tokens are then replaced with image ids, which identify the
+tokens from which a row's keys are computed. To save time, the collator gets blank images of the same sizes for this purpose,
+instead of the row's images. In the collator's output, the image tokens are then replaced with image ids, which identify the
 row's images (see reflogp.store.images). Because the collator drops the reference columns, reflogp adds these columns to the
 batches.
 """
@@ -96,8 +96,8 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError if a dataset contains more than text and token ids. The error names the first such row, or the column
-    that must be removed.
+    """Raise UsageError if a dataset contains more than text and token ids. The error names the first row with other content, or
+    the column that must be removed.
 
     Args:
         dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
@@ -134,7 +134,10 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
 
 
 def _refuse_other_media(dataset: Any, name: str) -> None:
-    """Raise UsageError if a dataset with images has columns of other or processed media, which TRL would silently ignore."""
+    """Raise UsageError if a dataset with images has columns that TRL would silently ignore.
+
+    These are columns of other media, such as video, and columns of processed media, such as pixel_values.
+    """
     for column in getattr(dataset, "column_names", None) or ():
         if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
             raise UsageError(
@@ -171,17 +174,18 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
-    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids in place of image
-    tokens.
+    """Return the token ids of pairs with images, in the columns prompt_ids, chosen_ids and rejected_ids.
+
+    The token ids contain image ids in place of image tokens.
 
     One process on each node computes the token ids, using `dataset_num_proc` worker processes.
 
     Args:
         dataset: rows in the form that TRL's collator accepts.
-        trainer: a constructed trainer.
+        trainer: a trainer whose construction is complete. Its collator creates the tokens.
         name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError if the run uses another collator than TRL's, or if the model's config does not name an image token. Also
+    Raises UsageError if the run uses a collator other than TRL's, or if the model's config does not name an image token. Also
     raises UsageError, with the row's number, if a row cannot be used or if truncation to `max_length` would remove tokens of a
     row's images.
     """
@@ -232,8 +236,8 @@ class RowTokens:
         self._collator = copy.copy(collator)
         self._collator.processor, self._collator.max_length = self._tokens.processor, None
         self._name = name
-        # `datasets` names its cache files by the content of this object, so the object includes every package version that may
-        # change the tokens.
+        # `datasets` derives the names of its cache files from a hash of this object. Therefore, the object contains the version
+        # of every package that may change the tokens.
         self._versions = [importlib.metadata.version(package) for package in _MAKERS]
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:

@@ -22,11 +22,11 @@ _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 
 
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
-    """Write one JSON line per row: the dataset's own fields, and the row's log-prob sums (in nats).
+    """Write one line of JSON per row, with the row's columns from the dataset and its two log-prob sums (in nats).
 
     The sums are in the fields reference_score_chosen and reference_score_rejected.
 
-    fairseq2 would treat a sum of 0 as missing, because its reader tests a batch with `all(scores)`.
+    A sum of 0 raises an error. fairseq2 would treat it as missing, because its reader tests a batch with `all(scores)`.
 
     Raises:
         UsageError: the output file's name does not end in .jsonl, the file cannot be written, the pairs lack columns that

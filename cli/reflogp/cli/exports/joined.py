@@ -1,6 +1,7 @@
 """Read preference pairs with reference log-probs from a file written by `reflogp join`, or from a job's result.
 
-Every export needs all rows of the dataset in dataset order, and finite values in each row. This module checks both.
+Every export needs all rows of the dataset in dataset order, and finite values in each row. This module checks these
+conditions.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class JoinedPairs:
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if the join used a max_length. The sums may then exclude a completion's last tokens.
+        """Raise UsageError if the join used a max_length, because the sums may then exclude a completion's last tokens.
 
         Args:
             stack: name of the training stack, for the message.
-            why: what the stack does with long sequences, such as "does not truncate sequences"; follows the name in the
-                message.
+            why: what the stack does with long sequences, such as "does not truncate sequences". In the message, this text
+                follows the stack's name.
         """
         if self.max_length is not None:
             raise UsageError(

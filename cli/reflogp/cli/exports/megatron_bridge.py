@@ -43,7 +43,7 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     files unchanged or leaves a folder that the trainer rejects.
 
     Args:
-        pairs: the pairs to write.
+        pairs: preference pairs with their reference log-probs.
         folder: the folder to write both files to.
         fingerprint: the fields that the training run expects, as returned by `expected_scoring_metadata(config)`
             (training/dpo_train.py).

@@ -26,13 +26,13 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
-    """Write `<folder>/<cache_hash>.pt`: the float32 tensors "chosen_logps" and "rejected_logps", with one value per pair.
+    """Write the float32 tensors "chosen_logps" and "rejected_logps" to the file `<folder>/<cache_hash>.pt`.
 
-    The values are in row order. For the losses dpo and wpo, they are sums; for dpo_norm, they are means over the completion's
-    tokens. In open-instruct, DPOLossType.is_average_loss says whether a loss needs means.
+    Each tensor has one value per pair, in row order. For the losses dpo and wpo, the values are log-prob sums. For dpo_norm,
+    they are means over each completion's tokens. In open-instruct, DPOLossType.is_average_loss says whether a loss needs means.
 
     Args:
-        pairs: the pairs to write.
+        pairs: preference pairs with their reference log-probs.
         folder: open-instruct's cache folder, which the environment variable REFERENCE_LOGPROBS_CACHE_PATH names.
         cache_hash: hash in the name of the training run's cache file, as it appears in open-instruct's log.
         loss_type: the training run's loss.

@@ -1,9 +1,9 @@
 """Limit how much data is decoded from a dataset, because a file of a few kilobytes can expand to terabytes.
 
-The scoring service applies these limits to the datasets that it reads; commands such as `reflogp score` do not. There is a
-maximum size for a row (`row_bytes`), for a group of rows that is read at once, such as a Parquet row group (`group_bytes`), and
-for the whole dataset (`dataset_bytes`). Sizes are measured in bytes of decoded data, not of the Python objects created from the
-data.
+The scoring service applies these limits to the datasets that it reads; commands such as `reflogp score` do not. There are
+three maximum sizes: `row_bytes` for a row, `group_bytes` for a group of rows that is read at once (such as a Parquet row
+group), and `dataset_bytes` for the whole dataset. A size is the number of bytes of the decoded data, not of the Python objects
+that are created from the data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may use up to 64 MiB of memory plus twice `group_bytes`.
 The parent process holds one message from the child in memory at a time. A message contains at most 32 MiB of data, or one row
@@ -36,12 +36,13 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.errors import DatasetError
 
-#: Suffixes of compressed text files, with Arrow's names for the compression methods.
+#: Dict from each suffix of compressed text files to Arrow's name for the compression method.
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 #: Maximum number of rows that are decoded at once.
 BATCH_ROWS = 1024
 _CHUNK = 1 << 20
-#: Bytes that are counted in addition to the content: for each value, and for each list, map, map entry or struct.
+#: Number of bytes that are counted in addition to the content. VALUE_BYTES is counted for each value, and _NESTED_BYTES for
+#: each list, map, map entry and struct.
 VALUE_BYTES, _NESTED_BYTES = 8, 64
 
 
@@ -54,7 +55,7 @@ class ReadBounds:
             size is counted in characters, and a larger row ends the reading with a DatasetError, because the rows after it
             cannot be read. In a JSON array, rows are limited only by `group_bytes`.
         dataset_bytes: maximum total size of a dataset's files.
-        group_bytes: maximum size of a group that is read at once: a JSON array, a Parquet row group, an Arrow batch.
+        group_bytes: maximum size of a group of rows that is read at once (a JSON array, a Parquet row group or an Arrow batch).
     """
 
     row_bytes: int
@@ -98,7 +99,7 @@ class Meter:
 
 @contextmanager
 def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
-    """Open a text file, decompress it according to its suffix, and count the bytes that are read."""
+    """Open a text file, decompress it according to its suffix, and count the decompressed bytes that are read."""
     with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
         yield io.BufferedReader(_Counted(stream, meter), _CHUNK)
 
@@ -117,7 +118,7 @@ def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
 
 
 def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray:
-    """Read a whole text file. Raises DatasetError for a file longer than `group_bytes`."""
+    """Read the whole text of a JSON array from a file. Raises DatasetError if the text is longer than `group_bytes`."""
     text = bytearray()
     while chunk := reader.read(_CHUNK):
         text += chunk
@@ -258,10 +259,11 @@ def _lengths(array: pa.Array) -> pa.Array:
 
 # Arrow files
 #
-# A message consists of metadata and a body. The metadata is a flatbuffer (github.com/google/flatbuffers, internals) that lists
-# the position of each buffer in the body. If the body is compressed, each of its buffers starts with its decompressed size. The
-# sizes of all messages are checked before the first batch is decoded. The functions below read single fields of a flatbuffer
-# without decoding all of it. For a damaged flatbuffer, they raise struct.error or IndexError.
+# An Arrow file is a sequence of messages. A message consists of metadata and a body. The metadata is a flatbuffer (see the page
+# "Internals" in the documentation of github.com/google/flatbuffers) that lists the position of each buffer in the body. If the
+# body is compressed, each buffer starts with the buffer's decompressed size. The sizes of all messages are checked before the
+# first batch is decoded. `place`, `table_at` and `field_at` read single fields of a flatbuffer without decoding all of it. For
+# a damaged flatbuffer, they raise struct.error or IndexError.
 
 
 def place(data: bytes, at: int) -> int:
@@ -270,9 +272,10 @@ def place(data: bytes, at: int) -> int:
 
 
 def table_at(data: bytes, table: int, number: int) -> int:
-    """Return the offset of the table or vector that field `number` of the flatbuffer table at offset `table` refers to.
+    """Return the offset of the table or vector to which a field of a flatbuffer table refers.
 
-    Raises IndexError if the field is absent.
+    `table` is the offset of the flatbuffer table, and `number` is the number of the field. Raises IndexError if the field is
+    absent.
     """
     at = field_at(data, table, number)
     if at is None:
@@ -290,7 +293,8 @@ def field_at(data: bytes, table: int, number: int) -> int | None:
     return table + offset if offset else None
 
 
-#: Field numbers of Message, RecordBatch and DictionaryBatch (arrow, format/Message.fbs).
+#: Numbers of the fields Message.header, RecordBatch.buffers, RecordBatch.compression and DictionaryBatch.data (see
+#: format/Message.fbs in Arrow's repository).
 _HEADER, _BUFFERS, _COMPRESSION, _DATA_OF_DICTIONARY = 2, 2, 3, 1
 
 

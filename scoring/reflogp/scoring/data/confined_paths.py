@@ -6,8 +6,9 @@ read, its digest is compared with the expected digest. After the dataset has bee
 Copying the dataset before it is hashed and read would be just as safe, but the copy would take disk space and time. Files are
 hashed before they are read, not while they are read, because a format such as Parquet is not read from beginning to end.
 
-If the system has no /proc/self/fd, or no temporary folder can be created, libraries cannot read the open files. The dataset is
-then opened again by its path after it has been hashed, and the check after reading also detects replaced files.
+Libraries read the open files through links to /proc/self/fd in a temporary folder. If the system has no /proc/self/fd, or no
+temporary folder can be created, libraries open the dataset again by its path after it has been hashed. The check after reading
+then also detects replaced files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MOST_LINKS = 40
 #: Maximum number of characters, and maximum number of components, in an image's path. While a path is resolved, all of its
 #: folders are open at the same time.
 _LONGEST_PATH, _MOST_PARTS = 4096, 256
-#: Maximum number of files that are open at the same time while files are only hashed.
+#: Maximum number of files that `digest_below` keeps open at the same time.
 _TOGETHER = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -78,12 +79,12 @@ class Found:
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
     """Return (path with symbolic links resolved, digest of the content) for a dataset below a root folder.
 
-    A file's digest is its sha256. A folder's digest is a blake2b digest of the relative names and sha256 digests of its dataset
-    files. Hidden files and files without a supported suffix are ignored, because dataset readers skip them.
+    A file's digest is its sha256. A folder's digest is a blake2b digest of its dataset files' sha256 digests and of their paths
+    relative to the folder. Hidden files and files without a supported suffix are ignored, because dataset readers skip them.
 
     Raises:
-        PathError: the path leads outside the root, is hidden, does not exist, or is not a dataset, or the dataset's folders
-            have more than `most_entries` entries in total.
+        PathError: the path leads outside the root, is hidden, does not exist, or is not a dataset. Also raised if the
+            dataset's folders have more than `most_entries` entries in total.
         FileChangedError: a file is being written to.
     """
     with _opened(root, parts) as found:
@@ -104,9 +105,9 @@ class OpenDataset:
     on exit.
 
     Args:
-        root: folder that the path must not leave.
+        root: folder that the dataset's path must not lead out of.
         parts: components of the dataset's path below the root.
-        digest: expected digest of the content.
+        digest: expected digest of the content (see `digest_below`).
         may_change: True if other users can write below the root. False for the service's folder of uploaded and fetched
             datasets, where a file can be replaced only by a file with the same content.
 
@@ -168,7 +169,7 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     through a hidden folder, if a path is too long, or if the file is hidden or cannot be opened.
 
     Args:
-        root: folder that paths must not leave.
+        root: folder that images' paths must not lead out of.
         dataset: path of the dataset (a file or a folder), with all symbolic links resolved.
     """
     start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
@@ -217,7 +218,7 @@ def _digest(found: Found, digests: dict[str, str]) -> str:
 
 
 def folder_digest(digests: dict[str, str]) -> str:
-    """Return a folder's digest, which is computed from the relative names and sha256 digests of its dataset files."""
+    """Return a folder's digest, given the sha256 digest of each dataset file by its path relative to the folder."""
     content = hashlib.blake2b(digest_size=32, person=b"reflogp.folder")
     for name, digest in sorted(digests.items()):
         content.update(f"{name}\0{digest}\n".encode("utf-8", "surrogateescape"))
@@ -252,7 +253,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
     try:
         while pending:
             part = pending.popleft()
-            if part == "..":  # from a link's target or an image's path: requested paths contain no ".."
+            if part == "..":  # from a link or an image's path; a dataset's path has no ".."
                 if not names:
                     raise _outside()
                 names.pop()
@@ -297,8 +298,9 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
     """Yield (relative name, open file) for every dataset file. The caller must close the files.
 
-    Raises PathError if an entry of a folder leads outside the root or is neither a file nor a folder, if the dataset's folders
-    have more than `most_entries` entries in total, or if the dataset is a single file with an unknown suffix.
+    Raises PathError if an entry of a folder is a link that leads outside the root, or is neither a file nor a folder. Also
+    raises PathError if the dataset's folders have more than `most_entries` entries in total, or if the dataset is a single file
+    with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:

@@ -29,12 +29,12 @@ import psutil
 from reflogp.store import ReflogpError
 from reflogp.store.texts import shortened
 
-#: Maximum number of seconds to wait for a child between two calls to the caller's `check`.
+#: Maximum number of seconds to wait for a child before checking whether the child is idle or the caller wants to cancel.
 POLL_SECONDS = 0.1
 #: Maximum idle time of a child, as a multiple of its processor time limit. A child that is idle for longer, for example because
 #: it waits for a lock or for the network, is killed.
 STILL = 6
-#: File descriptor of the socket in a child. The files that the caller lists have the descriptors after this one.
+#: File descriptor of the socket in a child. The files that the caller lists have the next higher descriptors.
 SOCKET = 3
 #: Exit status of a child that raised MemoryError.
 OUT_OF_MEMORY = 3
@@ -52,7 +52,7 @@ class ConfinedProcess:
     Attributes:
         socket: the parent's end of the socket.
         pid: the child's process id.
-        still: True if the child was killed because it used no processor time and made no progress.
+        still: True if `watch` killed the child because it used no processor time and made no progress for too long.
 
     Raises:
         ReflogpError: the child process cannot be started.

@@ -3,9 +3,9 @@
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
 only to plain-text completions that do not already end with one. For each completion, two texts are tokenized: the prompt, and
 the prompt followed by the completion. The completion starts after the longest common prefix of the two lists of tokens. If the
-two completions of a pair would start at different positions, both start at the earlier one. Prompt tokens beyond this start are
-dropped. This module does not import trl. Templates and tokenizers run in the calling process, so `row_process` calls this
-module in child processes that it can kill.
+two completions of a pair would start at different positions, both completions start at the earlier position. Prompt tokens from
+this position on are dropped. This module does not import trl. Chat templates and tokenizers run in the process that calls this
+module. Therefore, `row_process` calls this module in child processes, which can be killed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from reflogp.scoring.data.shape import Example, RowError
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store.texts import first_line
 
-#: Error message for a row that reached the memory limit.
+#: Error message for a row that cannot be tokenized within the memory limit.
 TOO_MUCH_MEMORY = "tokenizing the row takes too much memory"
-#: A prompt and its completions as token ids.
+#: (token ids of the prompt, (token ids of each completion, …)).
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
@@ -76,8 +76,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Render the prompt and, for each completion, the prompt followed by that completion.
 
     Returns:
-        The texts to encode, or token ids if the example is conversational and the tokenizer's class overrides
-        `apply_chat_template`.
+        One entry for the prompt, followed by one for each completion. An entry is a text to encode, or a list of token ids if
+        the example is conversational and the tokenizer's class overrides `apply_chat_template`.
 
     Raises:
         RowError: the chat template fails for the example, or rendering takes too much memory.

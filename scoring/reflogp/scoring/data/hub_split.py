@@ -1,4 +1,4 @@
-"""Find the files that belong to a split of a dataset on the Hugging Face Hub, in the same way as `datasets`.
+"""Use `datasets` to find the files that belong to a split of a dataset on the Hugging Face Hub.
 
 `datasets` runs in a separate process, which is started with `python -m reflogp.scoring.data.hub_split` and reads the
 repository's metadata but no data. The process has an empty working folder and empty caches. Therefore, `datasets` cannot
@@ -28,9 +28,10 @@ from reflogp.store.hub import HubFile, HubPlace, told
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 
-#: Files of a repository that contain metadata, and the maximum size of README.md in bytes.
+#: Names of the files that contain a repository's metadata, and the maximum size of README.md in bytes.
 _CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
-#: Fields of a `datasets` config that the dataset's metadata may set. Other fields are options that change how files are read.
+#: Fields of `datasets.BuilderConfig` and its subclasses that a dataset's metadata may set. Other fields are options that change
+#: how files are read.
 _PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
 #: Limits for the process: seconds of processor time, and bytes of memory in addition to the memory that its libraries use.
 _CPU_SECONDS, _MEMORY = 300, 2 << 30
@@ -43,11 +44,11 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
         place: the dataset's repository and revision on the Hub.
         config: name of one of the dataset's configs (subsets); None for the default config.
         split: name of the split.
-        check: function that is called about ten times a second. It can cancel the call by raising an error.
+        check: function that is called about ten times a second. It can cancel the search for files by raising an error.
 
     Raises:
         DatasetError: the dataset, the config or the split does not exist; the Hub cannot be reached; the metadata cannot be
-            read, or takes too much memory or time to read; or the metadata or the files are of a kind that is not supported.
+            read within the limits on memory and time; the metadata is not supported; or a file's format is not supported.
     """
     with tempfile.TemporaryDirectory(prefix="reflogp-hub-") as folder:
         caches = {name: f"{folder}/{name}" for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")}

@@ -2,7 +2,7 @@
 
 A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. Therefore, each image
 is first decoded in a forked child process, which returns a digest of the pixels. Later, the process that runs the model decodes
-only bytes that a child process, in this run or an earlier one, has decoded without errors.
+an image only if a child process has decoded the same bytes without errors, in this run or in an earlier run.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ImageDecoder:
                     child = self._begin()
                 try:
                     answer = child.ask(data)
-                except BaseException:  # the child's next answer would still be about this image
+                except BaseException:  # if this child were used again, its next answer would be about this image
                     self._end(child)
                     child = None
                     raise
@@ -194,7 +194,7 @@ def _identified(data: bytes) -> dict[str, object]:
         return {"error": _TOO_MUCH_MEMORY}
 
 
-# In both
+# In the parent and in the child
 
 
 @cache

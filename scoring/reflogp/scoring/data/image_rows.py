@@ -1,7 +1,7 @@
 """Tokenize rows with images in the same way as TRL's DataCollatorForVisionPreference, but without processing pixels.
 
 The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a
-list of parts. Placeholders for the images are inserted at the start of the first user message of the prompt whose content is
+list of parts. In the prompt, placeholders for the images are inserted at the start of the first user message whose content is
 text. If there is no such message, the prompt must already contain the placeholders. After the chat template is rendered, the
 prompt and the completions are tokenized separately, without adding special tokens. In a row with plain text instead of
 messages, the text is used unchanged. No EOS token is appended. The column `tools` is ignored. This module does not import trl.
@@ -29,7 +29,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 
     Args:
         columns: the row's text columns.
-        images: (pixel digest in hexadecimal, (size, mode)) for each image in the row, in order.
+        images: list with (pixel digest in hexadecimal, (size, mode)) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
     Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if the chat
@@ -65,8 +65,9 @@ def prepare_child() -> None:
 def _rendered(example: Example, images: int, processor: Any) -> list[str]:
     """Return the text of the prompt and the texts of the completions.
 
-    Messages are rendered with the chat template: the prompt alone, and the prompt followed by each completion. The longest
-    common prefix of these texts is the prompt. The rest of each longer text is the completion.
+    The chat template renders the prompt alone and, for each completion, the prompt followed by that completion. The longest
+    common prefix of all these texts is the text of the prompt. What follows this prefix in a text with a completion is the text
+    of that completion.
     """
     if not example.conversational:
         return [example.prompt, *example.completions]
@@ -89,8 +90,13 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return the messages with each message's content converted to a list of parts.
 
-    The returned messages contain `images` placeholders (parts of type image). The placeholders are inserted before the text of
-    the first user message whose content is text. If there is no such message, `messages` must already contain them.
+    A placeholder is a part of type image. The returned messages contain one placeholder for each image. The placeholders are
+    inserted before the text of the first user message whose content is text. If there is no such message, `messages` must
+    already contain the placeholders.
+
+    Args:
+        messages: messages of a prompt or of a completion.
+        images: number of images in these messages.
 
     Raises RowError if the number of placeholders differs from `images`, if a role is unknown, if a tool message contains a
     placeholder, or if a part contains audio, video or image data.

@@ -1,8 +1,8 @@
 """Read a row's images, enforce limits on them, and identify each image by its pixels.
 
 An image is given as bytes, as the path of a file, as a data URI, or in decoded form (a PIL.Image). An encoded image is read in
-the same way as in `datasets` and TRL: only the first frame is used, it is rotated according to its EXIF orientation, and its
-mode (such as RGB or L) is kept.
+the same way as in `datasets` and TRL: only the first frame is used, the frame is rotated according to the image's EXIF
+orientation, and the image's mode (such as RGB or L) is kept.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RowImage:
 
     @property
     def size(self) -> int:
-        """Number of bytes that `encoded` returns. For a decoded image from the dataset, the approximate number of bytes of its
-        pixels instead, which is usually larger."""
+        """Number of bytes that `encoded` returns. For a decoded image from the dataset, this is instead the approximate size of
+        the pixels in bytes, which is usually larger."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
@@ -102,7 +102,7 @@ class ImageFile:
         path: the file's path, as given in the row.
         key: key of the file's content in the pixel cache (see `PixelCache.key`).
         size: the file's size in bytes.
-        open_file: function that opens the file.
+        open_file: function that opens the file at `path` (see `OpenFile`).
     """
 
     path: str
@@ -177,7 +177,10 @@ class ImageReader:
             return error
 
     def _image(self, name: str, value: Any) -> tuple[RowImage, float]:
-        """Return an image, and the seconds of processor time spent on decoding it (0 if it was not decoded)."""
+        """Return (image, seconds of processor time spent on decoding it).
+
+        The time is 0 if the image's digest is in the cache, or if the dataset contains the image in decoded form.
+        """
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
             require_pixels(name, value.size)
             value.load()

@@ -15,7 +15,7 @@ from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
-#: Name, in messages, of a dataset that was passed as a Python object.
+#: Name that messages use for a dataset that was passed as a Python object.
 _NAME = "the dataset"
 
 
@@ -23,9 +23,10 @@ def open_dataset(dataset: Any) -> RowSource:
     """Open a dataset of any supported type, and return a source of its rows.
 
     Args:
-        dataset: a path or a dataset's name on the Hugging Face Hub (the train split is read), a `datasets.Dataset` or
-            `IterableDataset` (the output format set with `set_format` or `with_format` is ignored), a pandas or Polars data
-            frame, a `pyarrow.Table`, or a list of dicts. This function does not check which columns the dataset has.
+        dataset: a path, a dataset's name on the Hugging Face Hub, a `datasets.Dataset` or `IterableDataset`, a pandas or Polars
+            data frame, a `pyarrow.Table`, or a list of dicts. For a path or a name, the train split is read. An output format
+            that was set with `set_format` or `with_format` is ignored. This function does not check which columns the dataset
+            has.
 
     Raises:
         DatasetError: the path or the dataset on the Hub cannot be opened.

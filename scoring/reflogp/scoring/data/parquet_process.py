@@ -7,7 +7,7 @@ limits, or crashes every child that reads it, the parent process raises an error
 The parent does not trust the stream. It refuses Arrow messages that are longer than `ReadBounds.group_bytes` plus `_MESSAGE`
 bytes, and it validates every batch. However, the parent relies on the child to send uncompressed buffers and to exit. A
 malicious file that takes control of the child could break these assumptions, read the child's copy of the parent's memory, and
-act with the user's permissions.
+act with the permissions of the user who runs the parent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one batch, in seconds.
 BATCH_SECONDS = 60.0
-#: A child may use this many bytes of memory in addition to twice `group_bytes`. Twice `group_bytes` is for a page and its
-#: decoded values.
+#: Bytes of memory that a child may use in addition to the memory for a page and its decoded values, which is twice
+#: `group_bytes`.
 _MEMORY = 64 << 20
-#: Maximum number of bytes in a message in addition to its batch, for metadata and padding.
+#: Maximum number of bytes of metadata and padding in an Arrow message. The message's batch is not included.
 _MESSAGE = 16 << 20
 #: Maximum number of bytes in a piece of a batch. A piece of one row can be larger, and so can a batch that `_pieces` does not
 #: split.
@@ -45,11 +45,11 @@ _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
 #: The file's path in the child.
 _FILE = f"/dev/fd/{SOCKET + 1}"
-#: Exit statuses of a child that left an error message. _REFUSED: the file exceeds a limit or its metadata is inconsistent.
-#: _UNREADABLE: pyarrow cannot read the file.
+#: Exit statuses of a child that stored an error message for the parent. _REFUSED means that the file exceeds a limit or
+#: that its metadata is inconsistent. _UNREADABLE means that pyarrow cannot read the file.
 _REFUSED, _UNREADABLE = 4, 5
-#: The start of the memory in which the child leaves its result: length of the error message in bytes, and number of rows in the
-#: file. The error message follows.
+#: Format of the first bytes of the shared memory in which the child stores its result: length of the error message in bytes,
+#: and number of rows in the file. The error message follows these two numbers.
 _RESULT = struct.Struct("<Qq")
 
 
@@ -194,8 +194,8 @@ class _Reader(ConfinedProcess):
     def _failures(self) -> Iterator[None]:
         """Run the `with` block, read the rest of the stream, and wait for the child to exit.
 
-        If the child failed, raise an error that states the reason. It replaces the Arrow error that the block raises when the
-        stream ends too early.
+        If the child failed, raise an error that states the reason. This error replaces the Arrow error that the block raises
+        when the stream ends too early.
         """
         problem = None
         try:
@@ -302,7 +302,8 @@ def _shares_values(kind: pa.DataType) -> bool:
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     """Open a Parquet file. If `encoded` is True, dictionary-encoded strings are not decoded.
 
-    Raises DatasetError if the file's metadata is inconsistent, or if its sizes or its number of columns are outside the limits.
+    Raises DatasetError if the file's metadata is inconsistent, or if the sizes or the number of columns that the metadata
+    states are outside the limits.
     """
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
@@ -344,8 +345,8 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
 def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
     """Yield a file's batches.
 
-    If the plan keeps strings encoded, read only one row group, because `parquet_batches` then returns to the first plan of
-    `_PLANS`.
+    If the plan keeps strings encoded, read only one row group, because `parquet_batches` uses the first plan of `_PLANS` again
+    for the next row group.
     """
     skip = plan.skip
     for number in range(opened.metadata.num_row_groups):

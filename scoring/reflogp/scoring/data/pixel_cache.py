@@ -70,7 +70,7 @@ class PixelCache:
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 
     def get(self, key: bytes) -> tuple[bytes, Kind] | None:
-        """Return (pixel digest, (size, mode)) for the image with this key, or None if the image is not in the cache."""
+        """Return (pixel digest, ((width, height), mode)) of the image with this key, or None if it is not in the cache."""
         with self._lock:
             if key in self._new:
                 return self._new[key]
@@ -87,7 +87,7 @@ class PixelCache:
         return found[0], ((int(found[1]), int(found[2])), str(found[3]))
 
     def put(self, key: bytes, digest: bytes, kind: Kind) -> None:
-        """Add an image to the cache, in memory only; `write` saves it."""
+        """Add the digest, size and mode of an image to the cache, in memory only. `write` saves them to the file."""
         with self._lock:
             self._new[key] = (digest, kind)
 

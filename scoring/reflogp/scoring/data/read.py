@@ -63,7 +63,8 @@ _STATE_BYTES = 16 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-#: A row as it was read: (columns or None, error message or None, size in bytes or 0 if the size is unknown).
+#: A row as it was read: (columns, error message, size in bytes). The columns are None for an unreadable row, the error message
+#: is None for a readable row, and the size is 0 if it is unknown.
 _Read = tuple[dict[str, Any] | None, str | None, int]
 
 
@@ -75,8 +76,8 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes; 0 if the size is unknown. For rows that `datasets` reads and rows of
-            Python objects, only the images are counted.
+        size: approximate size of the row in bytes; 0 if the size is unknown. Only the images are counted if `datasets` reads
+            the rows, or if the dataset is a Python object.
     """
 
     number: int
@@ -91,22 +92,24 @@ class RowSource:
     Only a file with a JSON array is read into memory as a whole.
 
     Args:
-        data: path of a file, of a folder saved by `datasets`, or of a folder of files in one format; name of a dataset on the
-            Hugging Face Hub (a hub dataset); or URI of a file on the Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
+        data: a local path, the name of a dataset on the Hugging Face Hub (a hub dataset), or the URI of a file on the Hub
+            (hf://datasets/ORGANISATION/NAME[@REVISION]/PATH). The path can be that of a file, of a folder saved by `datasets`
+            (a saved dataset), or of a folder of files in one format.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, only local files are read: names of hub datasets and
-            hf:// URIs are rejected, and so are saved datasets that name files outside their folder.
+        bounds: limits for untrusted data; None for no limits. With limits, only local files are read. Names of hub datasets and
+            hf:// URIs are rejected, and so are saved datasets whose metadata names files outside their folder.
         check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
-        open_image: function that takes the path of an image file named by a row, opens the file and returns its descriptor. If
-            None, rows can name any file. Relative paths are then resolved against the folder of the dataset's files, or
-            against the current folder if `files` is empty.
+        open_image: function that opens an image file. It takes the path that a row contains, and returns a file descriptor. If
+            None, rows can contain the path of any file. Relative paths are then resolved against the folder of the dataset's
+            files, or against the current folder if `files` is empty.
 
     Attributes:
         name: the argument `data`, which is shown in messages.
         split: the argument `split`.
-        format: format of the files; "folder" for a saved dataset (with `bounds`, "arrow"), "hub" for a hub dataset.
+        format: format of the files. It is "folder" for a saved dataset that is read without `bounds`, "arrow" for one that is
+            read with `bounds`, and "hub" for a hub dataset.
         files: the files that are read; empty if `format` is "folder" or "hub".
-        open_image: function that opens an image file named by a row.
+        open_image: the argument `open_image`, or the function that is used if the argument is None.
 
     Raises:
         DatasetError: the dataset cannot be opened.
@@ -152,8 +155,8 @@ class RowSource:
     def only(self, numbers: Iterable[int]) -> RowSource:
         """Return a copy of this source that yields only the rows with these numbers.
 
-        The rows keep their numbers. `count` and `has_column` still cover all rows of the dataset. `schema` covers only the rows
-        with these numbers if it reads rows, and the whole dataset if it reads metadata.
+        The rows keep their numbers. `count` and `has_column` still cover all rows of the dataset. If `schema` reads metadata,
+        it also covers all rows. Otherwise, it covers only the rows with these numbers.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
@@ -393,8 +396,8 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
     """Return the Arrow files that a saved dataset's state.json lists.
 
-    Raises DatasetError if the dataset lacks the split, its metadata cannot be read, or a name could refer to a file outside the
-    folder.
+    Raises DatasetError if the dataset lacks the split, if its metadata cannot be read, or if the name of a file or of the split
+    could refer to a path outside the folder.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
@@ -409,7 +412,8 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 def _state(file: Path) -> dict[str, Any]:
     """Return the JSON object in a metadata file of a saved dataset.
 
-    Raises DatasetError if the file cannot be read or is not a JSON object, or if its `splits` or `_data_files` is not a list.
+    Raises DatasetError if the file cannot be read or does not contain a JSON object, or if the object's field `splits` or
+    `_data_files` is not a list.
     """
     try:
         with file.open("rb") as raw:

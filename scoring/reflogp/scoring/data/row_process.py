@@ -2,9 +2,9 @@
 
 A chat template is a program that runs on each row. It can run forever or build a string of several terabytes, and Python cannot
 interrupt a single string operation or tokenizer call. Therefore, rows are rendered and encoded in forked child processes, which
-inherit the loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the
-child (RLIMIT_AS). A row that exceeds a limit or crashes its child process is reported as a bad row. If the child has ended, a
-new child continues with the remaining rows. The caller's `check` is called many times a second and can stop the work.
+inherit the loaded tokenizer. The operating system limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory
+of the child (RLIMIT_AS). A row that exceeds a limit or crashes its child process is reported as a bad row. If the child has
+ended, a new child continues with the remaining rows. The caller's `check` is called many times a second and can stop the work.
 
 The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
 standard error. The child opens only /dev/null and, on Linux, two files in /proc/self that it needs to set its limits.
@@ -52,8 +52,8 @@ ROW_SECONDS = 10.0
 #: A pass over a dataset fails after this many rows have timed out, because the chat template or the whole dataset is then
 #: assumed to be the cause.
 SLOW_ROWS = 20
-#: Bytes of memory that a child may use in addition to the memory that it inherits. On a machine with less than twice as much
-#: memory, the limit is half of the machine's memory.
+#: Bytes of memory that a child may use in addition to the memory that it inherits. On a machine with less than twice this
+#: amount of memory, the limit is half of the machine's memory.
 _MEMORY = 8 << 30
 #: Maximum number of child processes for one pass. On a machine with fewer cores, the maximum is the number of cores.
 _CHILDREN = 4
@@ -62,11 +62,12 @@ _CHILDREN = 4
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
 #: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
-#: Header of a message between the two processes: number of bytes of JSON, number of bytes of token ids.
+#: Header of a message between a child and its parent: (number of bytes of JSON, number of bytes of token ids).
 _LENGTHS = struct.Struct("<QQ")
-#: A number in memory that a child shares with its parent: the index, in the chunk, of the row that the child is processing.
+#: Format of a number in memory that a child shares with its parent. The number is the index, in the chunk, of the row that the
+#: child is processing.
 _MARK = struct.Struct("<q")
-#: Values of this number when there is no such row: no row has been started, or several rows are being encoded together.
+#: Values of this number if no row has been started (_NO_ROW) and while several rows are encoded together (_SEVERAL).
 _NO_ROW, _SEVERAL = -1, -2
 
 Ids = npt.NDArray[np.int64]
@@ -218,8 +219,8 @@ class RowTokenizer:
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
         """Handle the exit of a child that was processing a chunk.
 
-        Report the row that caused the exit as a bad row. If it is not certain which row that is, first retry each possible row
-        in a separate chunk. Put the chunk's other rows back into `waiting`.
+        If it is certain which row caused the exit, report that row as a bad row. Otherwise, retry each row that may have caused
+        the exit in a separate chunk. Put the chunk's other rows back into `waiting`.
         """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
@@ -431,7 +432,7 @@ def _answer(
 
     #: The examples of each row, as rendered texts, token ids or errors.
     found: list[list[Any]] = []
-    rendered: list[tuple[int, int]] = []  # (row, example) of the texts to encode together
+    rendered: list[tuple[int, int]] = []  # (row index, example index) of each example to encode together with others
     try:
         for at, columns in enumerate(rows):
             begin(at)
@@ -491,7 +492,7 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
     """Append an example's token ids to `ids` and return the lengths of the prompt and completions.
 
-    For an error, append nothing and return the error's text.
+    If `example` is an error, append nothing and return the error's text.
     """
     if isinstance(example, RowError):
         return shortened(str(example))

@@ -82,7 +82,7 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
     Args:
         form: the dataset's format.
-        first: columns of the dataset's first row that has the columns of this format.
+        first: columns of the dataset's first row that matches this format.
     """
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
@@ -189,7 +189,7 @@ def require_text(columns: dict[str, Any]) -> None:
 
 
 def require_text_and_images(columns: dict[str, Any]) -> None:
-    """Raise RowError for a row with columns of video, audio or processed media. Its content parts are not checked."""
+    """Raise RowError for a row with columns of video, audio or processed media. Content parts of messages are not checked."""
     other = media_of({name: value for name, value in columns.items() if name not in (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)})
     if other is not None:
         raise RowError(f"the row contains more than text and images ({other}), but only text and images can be scored")

@@ -37,15 +37,15 @@ class TokenizedRows:
     """Rows of a dataset as token ids.
 
     Attributes:
-        table: table with the columns `row` (row number in the dataset, int64), `prompt_ids`, and one column for each
-            completion: `chosen_ids` and `rejected_ids`, or `completion_ids` and, in some datasets, `KL_completion_ids`. Columns
-            of token ids have the type list<int64>.
+        table: table with the columns `row` (row number in the dataset, int64) and `prompt_ids`, and one column for each
+            completion. Pairs that are not read as KTO data have `chosen_ids` and `rejected_ids`. All other rows have
+            `completion_ids` and, in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
         rows: original columns of each row of the table, as read from the dataset, in the table's order; empty if the token ids
-            were read from a file.
-        problems: dict of row number -> reason why the row, or an example that it contains, is not in the table.
+            were read from the file that a `TokenizedDataset` keeps.
+        problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
-        images: the images of the table's rows; empty for a text-only dataset.
+        images: the images of each row of the table, in the table's order; empty for a text-only dataset.
         vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
     """
 
@@ -84,7 +84,7 @@ def tokenize_dataset(
     """Tokenize a dataset, `window` rows at a time, in bounded memory.
 
     Args:
-        source: the rows.
+        source: the dataset.
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
@@ -149,8 +149,8 @@ def tokenize_dataset(
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
     """Return the dataset's format, and the names of the completion columns in `TokenizedRows.table`.
 
-    Both are determined by the first row whose columns match a format (`form`, if it is given). If `form` is "kto", pairs match
-    it too. If there is no such row, raises DatasetError with the problem of the first row.
+    The format and the names are determined by the first row whose columns match `form` (any format if `form` is None). If
+    `form` is "kto", pairs match it too. If no row matches, raises DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
     for columns in rows:

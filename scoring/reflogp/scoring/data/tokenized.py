@@ -37,14 +37,14 @@ class TokenizedDataset:
     """The rows of a dataset as token ids. The object can be iterated over any number of times.
 
     Args:
-        source: the rows.
+        source: the dataset.
         load: function that returns the tokenizer. It is called at most once, before the first row is tokenized.
         form: the dataset's format; None to detect it.
-        kept: path of a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete
-            pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to a different
-            dataset. The file does not contain the rows' original columns. The file is not written if a row reached a time or
-            memory limit, because the row may be usable with a different limit. It is also not written if rows have images,
-            because the file's name does not depend on the content of image files.
+        kept: path of a file for the token ids; None for no file. If the file exists, token ids are read from it; otherwise, the
+            first complete pass writes the file. The file's name must come from `cache_name`, so that the file cannot belong to
+            a different dataset. The file does not contain the rows' original columns. The file is not written if a row reached
+            a time or memory limit, because the row may be usable with a different limit. It is also not written if rows have
+            images, because the file's name does not depend on the content of image files.
         unchanged: function that must raise an error if the dataset's content may have changed since its digest was computed
             (see `cache_name`). It is called after each pass over `source`. If it raises an error, the iteration raises this
             error, and the file is not kept.
@@ -54,7 +54,7 @@ class TokenizedDataset:
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
 
     Attributes:
-        source: the rows.
+        source: the argument `source`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TokenizedDataset:
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
         """Return a view that contains only the rows with these numbers (see RowSource.only).
 
-        The view does not use a file of token ids, and `stop` does not stop its iterations.
+        The view does not use a file of token ids. The method `stop` of this object does not stop the view's iterations.
         """
         return TokenizedDataset(
             self.source.only(numbers),
@@ -207,7 +207,7 @@ def delete_abandoned(folder: Path) -> None:
 def _partial(kept: Path) -> Iterator[Path]:
     """Yield the path of a new file next to `kept`.
 
-    The file is locked during the block. After the block, the file is deleted unless the block has renamed it.
+    The file is locked during the `with` block. After the block, the file is deleted unless the block has renamed it.
     """
     while True:
         partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")

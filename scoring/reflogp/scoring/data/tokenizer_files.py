@@ -18,9 +18,9 @@ from reflogp.store.texts import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Suffixes of files that tokenizers are never read from: weights, indexes of weights, and documentation.
+#: Suffixes of files that are never part of a tokenizer: weights, indexes of weights, and documentation.
 _NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".md")
-#: Folder of named chat templates in the tokenizer's folder (transformers.utils.CHAT_TEMPLATE_DIR).
+#: Subfolder of a tokenizer's folder that contains named chat templates (transformers.utils.CHAT_TEMPLATE_DIR).
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -41,7 +41,8 @@ class TokenizerFiles:
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         """Load the tokenizer from the open files, even if their paths now lead to other files.
 
-        If the system cannot link to open files, the tokenizer is loaded by path, and a replaced file counts as changed.
+        If the system cannot create links to open files, the tokenizer is loaded by path. Then a file also counts as changed if
+        its path now leads to another file.
 
         Raises:
             TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
@@ -66,7 +67,7 @@ class TokenizerFiles:
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
     """Open the tokenizer files of a model folder for the duration of the block.
 
-    If an adapter's folder has no tokenizer, the base model's files are opened.
+    If `model` is an adapter whose folder contains no tokenizer, the tokenizer files of its base model are opened.
 
     Raises:
         UsageError: `model` is neither a folder nor a hub model that can be downloaded, or the folder contains no model.

@@ -1,8 +1,8 @@
 """Score on a Ray cluster with plain actors, each of which runs one engine. The `ray` extra is required.
 
-Ray Data is not used, because its actor pools endlessly retry a batch that crashes workers, whereas a run must find the sequence
-that causes the crashes and leave it out. Another reason is that a single process must decide which rows are duplicates, bad or
-already scored. docs/ray.md describes an experiment with Ray Data.
+Ray Data is not used, for two reasons. Its actor pools endlessly retry a batch that crashes workers, whereas a run must find the
+sequence that causes the crashes and leave it out. Also, a single process must decide which rows are duplicates, bad or already
+scored. docs/ray.md describes an experiment with Ray Data.
 """
 
 import os

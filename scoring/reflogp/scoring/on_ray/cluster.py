@@ -24,7 +24,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.texts import counted
 
-#: The address that starts Ray on this machine. Ray stops when this process disconnects.
+#: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
 _CONNECT_SECONDS = 5.0
 

@@ -37,7 +37,7 @@ _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's store."""
+    """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's table."""
 
     def place(self) -> str:
         """Return the name of the worker's node."""
@@ -47,7 +47,7 @@ class NodeWorker(ScoringWorker):
         """Load the engine and open the store; see `prepare`.
 
         Args:
-            file: path of the temporary file that the run wrote to the store's folder, or None if the store is not a local
+            file: path of the temporary file that the run wrote to the table's folder, or None if the table is not in a local
                 folder.
 
         Raises:
@@ -104,7 +104,7 @@ class ClusterWorkers:
         A worker that Ray has not placed yet does not count as missing.
         """
         store, _ = split_table_uri(self._table_folder)
-        actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and the methods of the class
+        actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
@@ -170,7 +170,7 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Convert Ray's reference to the result of an actor's method into a future of this result.
+    """Return a future of the result of an actor's method, given Ray's reference to this result.
 
     The future raises the method's error, or WorkerGoneError if the actor died.
     """

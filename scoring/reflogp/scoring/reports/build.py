@@ -1,7 +1,7 @@
-"""Write the output of `reflogp report`: a self-contained page about a scored dataset, and its charts as PNG files.
+"""Write the output of `reflogp report`: a self-contained page about a scored dataset, and the page's charts as PNG files.
 
-`write_report` reads the dataset twice: first to compute statistics, then to read the few examples that the page shows. It loads
-no model and does not write to the store.
+`write_report` reads the dataset twice: first to compute statistics, then to read the few examples that the page shows.
+`write_report` loads no model and does not write to the store.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from reflogp.store.files import write_atomically
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: Maximum number of each of these to show: examples of one kind of outlier, pairs whose completions hardly differ, and near
-#: duplicates (each with the earlier example that it nearly repeats).
+#: The page shows at most this many examples of each kind of outlier, this many pairs whose completions hardly differ, and this
+#: many near duplicates (each with the earlier example that it nearly repeats).
 _SHOWN = 4
 #: The suggested max_length (`max_length_for_share`) leaves at least this fraction of the examples uncut.
 _MOST = 0.99
@@ -45,9 +45,9 @@ class ReportSummary:
         examples: number of tokenized examples. A row is one example, or two if pairs are split for KTO.
         with_values: number of examples with log-probs.
         missing: number of tokenized examples whose log-probs are not in the snapshot.
-        missing_row_numbers: row numbers, starting at 0, of the first hundred missing examples.
+        missing_row_numbers: 0-based row numbers of the first hundred missing examples.
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
-        bad_row_numbers: row numbers, starting at 0, of the first hundred bad rows.
+        bad_row_numbers: 0-based row numbers of the first hundred bad rows.
         dropped_rows: number of examples that TRL drops because of max_length. They are counted in `examples`, but not in
             `with_values` or `missing`.
         coverage: with_values / (with_values + missing + bad_rows).
@@ -62,10 +62,10 @@ class ReportSummary:
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: dict from each kind of outlier, such as "very unlikely completions", to its number of examples. Kinds without
             examples are left out.
-        truncation: for each max_length that the report compares, a dict with the fields of `truncation.Cut`.
+        truncation: one dict for each max_length that the report compares. Its keys are the fields of `truncation.Cut`.
         findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
             and `command` (None if there is no command to run).
-        seconds: number of seconds that the report took.
+        seconds: number of seconds that it took to write the report.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
         snapshot: number of the snapshot that the values were read from.
         store: URI of the store.

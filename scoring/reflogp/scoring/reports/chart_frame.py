@@ -29,7 +29,7 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
         name: name of the chart, unique within the page. It may contain letters, digits and hyphens.
         title: title of the chart.
         described: description of the chart for screen readers.
-        plot: SVG elements that form the plot.
+        plot: SVG elements inside the chart, such as grid lines, axes and bars.
     """
     return Markup(
         '<svg class="chart" role="img" viewBox="0 0 {:.0f} {:.0f}" aria-labelledby="{name}-title {name}-desc">'

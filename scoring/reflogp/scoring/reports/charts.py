@@ -22,7 +22,7 @@ from reflogp.store.files import write_atomically
 
 _COLORS = ("#1f5fae", "#c4601d", "#6b7280")
 _SIZE, _DPI = (7.2, 4.0), 110
-#: Names of all files, other than the page, that a report may write to its folder.
+#: Names of all PNG files that a report's folder may contain.
 PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png")
 
 

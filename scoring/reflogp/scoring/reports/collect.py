@@ -29,8 +29,9 @@ from reflogp.store.windows import TrainerSettings
 
 #: Minimum similarity of a pair's completions for the report to say that they hardly differ.
 ALIKE = 0.9
-#: Accepted values of a row's `label`, as lowercase text. Labels from CSV files are text. Labels from pandas can be floats,
-#: because pandas converts a column of integers to floats if values are missing.
+#: Dict from each accepted value of a row's `label`, as lowercase text, to 1 (desirable) or 0 (undesirable). Labels from CSV
+#: files are text. Labels from pandas can be floats, because pandas converts a column of integers to floats if values are
+#: missing.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 
@@ -39,7 +40,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Side:
-    """Statistics of each completion on one side (such as chosen) of n examples.
+    """Statistics of n examples' completions on one side, such as the chosen completions.
 
     Attributes:
         lengths: number of tokens in the whole completion, int32 (n,).
@@ -106,11 +107,12 @@ class Collected:
         rows: each example's row number, int64 (n,).
         usable: True for the examples that `coverage.with_values` counts, bool (n,).
         prompts: number of tokens in each prompt, int32 (n,).
-        sides: name of a side ("chosen" and "rejected", or "completion") -> statistics of the completions on this side.
+        sides: dict from each side's name to the statistics of its completions. The names are "chosen" and "rejected" for pairs,
+            and "completion" for other examples.
         shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
             pairs.
-        similarity: similarity of chosen and rejected (see `sketches.similarity`), float32 (n,), or 0 if it is below ALIKE; None
-            if the examples are not pairs.
+        similarity: similarity of chosen and rejected (see `sketches.similarities`), float32 (n,). A similarity below ALIKE is
+            replaced by 0. None if the examples are not pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
         sketches: MinHash sketches for finding near duplicates.
         coverage: counts of examples with and without values.
@@ -202,7 +204,7 @@ def _numbers(
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the statistics of a window of rows, as arrays by name, such as "row" or "chosen.sums".
+    """Return the statistics of a window of rows, as a dict from names, such as "row" or "chosen.sums", to arrays.
 
     The window's counts are added to `coverage`, and sketches of its examples to `sketches`. Rows with an empty completion or
     damaged values are added to `problems`.
@@ -262,7 +264,7 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
     """Return the KTO labels of examples: 1, 0 or NO_LABEL.
 
-    When pairs are split, the two examples of a pair are adjacent, with chosen first.
+    When pairs are split, the two examples of a pair are adjacent, and the example with the chosen completion comes first.
 
     Args:
         rows: original columns of each example's row.
@@ -278,5 +280,5 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
         elif at and numbers[at - 1] == numbers[at]:
             found.append(0)
         else:
-            found.append(NO_LABEL)  # the pair's other example is missing, so this may be chosen or rejected
+            found.append(NO_LABEL)  # the pair's other example is missing, so this one may be chosen or rejected
     return found

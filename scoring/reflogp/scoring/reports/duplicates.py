@@ -29,7 +29,8 @@ class Duplicates:
         identical: number of pairs whose chosen and rejected sequences are the same.
         near: estimated number of examples that nearly repeat an earlier example, not counting exact duplicates.
         near_pairs: the most similar near duplicates, each with the earlier example that it nearly repeats.
-        sketched: number of examples, starting with the first, that were searched for near duplicates.
+        sketched: number of examples at the beginning of the dataset that were searched for near duplicates. Later examples were
+            not searched.
     """
 
     exact: int

@@ -16,13 +16,13 @@ from reflogp.scoring.reports.collect import NO_LABEL, Collected
 from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
-#: Bars extend at most this many standard deviations (estimated from the median absolute deviation) on both sides of the median.
+#: Bars extend at most this many standard deviations (estimated from the median absolute deviation) to each side of the median.
 #: Values farther away are counted in the first and last bars. Charts of margins always include zero, even if it is farther.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
 _CURVE_POINTS = 48
-#: Minimum number of completions in a column of the length chart for the column's median to be drawn.
+#: The median of a column of the length chart is drawn only if the column contains at least this many completions.
 _MEDIAN_OF = 5
 
 Floats = npt.NDArray[np.float64]
@@ -34,9 +34,9 @@ class Histograms:
 
     Attributes:
         edges: edges of the bars; there is one more edge than there are bars.
-        counts: series name -> number of values in each bar.
-        medians: series name -> median of the values.
-        beyond: number of values below the first edge or above the last. They are counted in the first and last bars.
+        counts: dict from each series' name to the number of its values in each bar.
+        medians: dict from each series' name to the median of its values.
+        beyond: number of values below the first edge or above the last edge. The first and last bars include these values.
         zero: True to draw a line at zero. In the charts of margins, the reference prefers chosen in the pairs to the right of
             this line.
     """

@@ -18,16 +18,16 @@ from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import counted, percent
 
-#: fix: something is wrong or missing. check: check this before training. good: this was checked, and no problem was found.
-#: fact: a number without a judgment.
+#: Kinds of findings. "fix": something is wrong or missing. "check": the user should check this before training. "good": this
+#: was checked, and no problem was found. "fact": a number without a judgment.
 Kind = Literal["fix", "check", "good", "fact"]
 
-#: Thresholds for fractions. At or above its threshold, each of these is worth checking: the fraction of examples that are cut
-#: or dropped (_MUCH_CUT), of pairs whose completions hardly differ (_MUCH_ALIKE), and of pairs in which chosen is longer
-#: (_MUCH_LONGER). If both accuracies are below _SWAPPED, chosen and rejected may be swapped.
+#: Thresholds for fractions. The user should check a dataset if the fraction of examples that are cut or dropped is at least
+#: _MUCH_CUT, if the fraction of pairs whose completions hardly differ is at least _MUCH_ALIKE, or if the fraction of pairs in
+#: which chosen is longer is at least _MUCH_LONGER. If both accuracies are below _SWAPPED, chosen and rejected may be swapped.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
-#: Range that TRL's KTOTrainer recommends for desirable_weight · desirable / undesirable, where the last two are numbers of
-#: examples and undesirable_weight is 1 (trl/trainer/kto_trainer.py).
+#: Range that TRL's KTOTrainer recommends for desirable_weight · D / U if undesirable_weight is 1 (trl/trainer/kto_trainer.py).
+#: D and U are the numbers of desirable and undesirable examples.
 _KTO_RANGE = (1.0, 1.33)
 
 
@@ -267,7 +267,7 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
 
 
 def verdict(findings: list[Finding]) -> str:
-    """Return a one-line count of the findings to fix and to check, such as "1 to fix · 2 to check"."""
+    """Return a line with the numbers of "fix" and "check" findings, such as "1 to fix · 2 to check"."""
     fix, check = (sum(finding.kind == kind for finding in findings) for kind in ("fix", "check"))
     parts = [f"{fix} to fix"] if fix else []
     parts += [f"{check} to check"] if check else []

@@ -32,7 +32,8 @@ class OutlierKind:
         rule: the rule, in words.
         unit: unit of the values in `worst`.
         count: number of examples that match the rule.
-        worst: (index of the example, value) for the most extreme examples, most extreme first.
+        worst: (index of the example in `Collected`, value that the page shows) for the most extreme examples, most extreme
+            first.
     """
 
     name: str
@@ -131,7 +132,7 @@ def _kind(
     Args:
         good: index in `collected` of each usable example, int64 (n,). `beyond` and `values` are in the same order.
         beyond: how far each example exceeds the rule's limit, float64 (n,). The larger the value, the more extreme the example.
-        values: the value of each example that the report shows, float64 (n,).
+        values: the value that the report shows for each example, float64 (n,).
         shown: maximum number of examples in `OutlierKind.worst`.
     """
     places = np.flatnonzero(beyond > 0)

@@ -74,16 +74,16 @@ class Content:
 
     Attributes:
         noun: what an example is called: "pair" or "row".
-        verdict: one line that counts the findings to fix and to check.
+        verdict: one line with the numbers of "fix" and "check" findings.
         pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
         labels: how often the reference prefers desirable completions; None for pairs.
-        at: the effect of the trainer's max_length on the dataset, or that of TRL's default if the user set no max_length.
+        at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
         cuts: the effects of several values of max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
         alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
             most similar first.
-        alike_count: total number of these pairs, whether displayed or not.
-        shown: index of an example -> what the page displays for it.
+        alike_count: number of all such pairs, including pairs that are not displayed.
+        shown: dict from the index of each displayed example to what the page displays for it.
         seconds: number of seconds that it took to compute the content.
     """
 

@@ -1,4 +1,4 @@
-"""Read the examples that a report shows: their text, split into tokens, each token's log-prob, and small copies of images.
+"""Read the examples that a report shows: their text (split into tokens), the tokens' log-probs, and small copies of images.
 
 The page colors a token by its surprisal (negative log-prob), which is divided into seven levels. Symbols and code points are
 shown instead of invisible characters, such as Unicode's bidirectional controls.
@@ -27,7 +27,7 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, windows
 
-#: Maximum number of characters to show of a token; vocabularies can contain longer tokens.
+#: The page shows at most this many characters of a token. Vocabularies can contain longer tokens.
 _LONGEST = 80
 #: Maximum width and height of a shown image in pixels, and maximum number of images to show per example.
 _THUMBNAIL, _MOST_IMAGES = (240, 240), 6
@@ -129,10 +129,11 @@ def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-#: Upper bounds of the levels of a token's surprisal (its negative log-prob), in nats. One more level is above the last bound.
+#: Upper bounds of the levels of a token's surprisal (its negative log-prob), in nats. The highest level has no upper bound.
 LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Numbers of tokens to show: at the beginning of a completion; on each side of its least likely token and of its first token
-#: that differs from the other completion; at each end of a prompt.
+#: Numbers of tokens to show. _HEAD: at the beginning of a completion. _AROUND: on each side of a completion's least likely
+#: token and, if a pair's completions are compared, of the first token that differs from the other completion. _PROMPT_END: at
+#: each end of a long prompt.
 _HEAD, _AROUND, _PROMPT_END = 220, 30, 110
 
 
@@ -143,7 +144,8 @@ class Piece:
     Attributes:
         text: displayed text.
         level: level of surprisal, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
-        note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is none.
+        note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is no
+            log-prob.
         special: True if `text` is not ordinary text, but stands for a special token, an id outside the vocabulary, an image, a
             token without text, or tokens that are left out.
         differs: True if the pair's two completions are compared and the diff does not match this token with a token of the
@@ -220,7 +222,7 @@ def read_shown(
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
-    first = int(collected.rows[0])  # also read, so that the format is detected from the same row as in `collect`
+    first = int(collected.rows[0])  # this row is also read, so that the format is detected from the same row as in `collect`
     found: dict[int, Shown] = {}
     for window in dataset.only({*rows, first}):
         numbers = window.table["row"].to_numpy()
@@ -260,8 +262,8 @@ def _shown(
         view = windows(example["prompt_ids"], example[name], settings.max_length, settings.truncation_mode)
         [values] = snapshot.token_logps(view.keys())
         logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
-        # The index of the first token with a value. keep_end may cut the completion's first tokens. Without a prompt, the first
-        # token that is left is only context.
+        # `begin` is the index of the first token with a value. It is above 0 if keep_end cuts the completion's first tokens, or
+        # if no prompt token is left, because the completion's first remaining token is then only context.
         begin = len(completion) - len(view.completion_ids[0])
         sides.append(_side(name.removesuffix("_ids"), completion, begin, logps, differs[number], tokenizer))
     ends = [(0, len(prompt))]
@@ -346,7 +348,7 @@ def _pieces(
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
     """Compute a diff of two completions, and return the indices of the tokens that it does not match.
 
-    The key 0 has the indices in `left`, and the key 1 those in `right`.
+    The result maps 0 to the set of indices in `left`, and 1 to the set of indices in `right`.
     """
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():

@@ -1,16 +1,17 @@
 """Compute MinHash sketches of examples, find near duplicates, and measure the similarity of two completions.
 
-A sketch has 64 entries, one for each of 64 hash functions. An entry is the smallest hash that its function gives to any run of
-three adjacent tokens (Broder, 1997). Each example has two sketches, one of its prompt and one of its completions. Entries are
-shortened to 16 bits, so the two sketches take 256 bytes. The fraction of entries in which two sketches agree estimates the
-Jaccard similarity of the two sets of runs.
+Each example has two sketches, one of its prompt and one of its completions. A sketch describes the set of all runs (three
+adjacent tokens) in its text. It has 64 entries, one for each of 64 hash functions. An entry is the minimum of its hash
+function over all runs (Broder, 1997). Entries are shortened to 16 bits, so the two sketches take 256 bytes. The fraction of
+entries in which two sketches agree estimates the Jaccard similarity of their sets of runs.
 
 The 64 entries form 16 groups of four. Two examples are compared only if their completion sketches agree in all four entries of
-a group. If more than two examples agree in a group, each of them is compared only with the first and with the previous one. The
-work therefore grows with the number of examples, not with its square.
+a group. If more than two examples agree in a group, each of these examples is compared only with the first of them and with the
+one directly before it. The work therefore grows with the number of examples, not with its square.
 
 The similarity of a pair's chosen and rejected completion is not estimated from sketches. It is computed exactly, but only if
-two upper bounds reach the required similarity: one from the lengths, and one from how often each token occurs.
+two upper bounds of the similarity reach the required minimum. The first bound is computed from the lengths of the completions,
+the second from the number of times that each token occurs in them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from reflogp.store.windows import without_first
 #: Number of tokens in a run.
 RUN_TOKENS = 3
 HASHES = 64
-#: Minimum estimated similarity, of both the prompts and the completions, for two examples to be near duplicates.
+#: Two examples are near duplicates if the estimated similarity of their prompts and that of their completions both reach this
+#: minimum.
 NEAR = 0.8
 #: Maximum number of examples that are sketched. The two sketches of an example take 256 bytes.
 MOST_SKETCHED = 1_000_000
-#: Number of adjacent entries of a sketch that must agree for two examples to be compared. At a similarity of 0.8, each of the
-#: 16 groups of entries agrees with probability 0.41.
+#: Number of entries in each group of a sketch. At a similarity of 0.8, two sketches agree in all entries of a given group with
+#: probability 0.41.
 _BAND = 4
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
@@ -81,8 +83,8 @@ class Sketches:
 
         Args:
             prompts: token ids of the prompts, large_list<uint32> with n lists.
-            completions: token ids of the completions, one or more large_list<uint32> with n lists each. All completions of an
-                example go into one sketch.
+            completions: token ids of the completions: for each completion column, a large_list<uint32> with n lists. All
+                completions of an example go into one sketch.
         """
         room = MOST_SKETCHED - self.count
         if room <= 0 or not len(prompts):
@@ -96,10 +98,11 @@ class Sketches:
         self.count += len(prompts)
 
     def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
-        """Return pairs of near duplicates, most similar first; `second` is the later example of a pair.
+        """Return pairs of near duplicates, most similar first. In each pair, `second` is the example that was added later.
 
         Args:
-            repeats: True for each example to ignore because it is an exact duplicate of an earlier example, bool (n,).
+            repeats: bool array with an element for each example, True for exact duplicates of earlier examples. These
+                duplicates are ignored.
         """
         if not self.count:
             return []
@@ -146,7 +149,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (first, second): the indices of the examples to compare with each other.
+    """Return two arrays of indices, `first` and `second`. Example first[i] must be compared with example second[i].
 
     For each group of entries, an example is paired with the first and the last of the earlier examples that agree with it in
     this group.
@@ -226,7 +229,7 @@ def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0)
     The fraction is 1 if the lists are equal, and 0 if they share no token.
 
     Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
-    `at_least`, it is returned instead of the exact fraction.
+    `at_least`, the bound is returned instead of the exact fraction.
     """
     both = len(left) + len(right)
     if not both:

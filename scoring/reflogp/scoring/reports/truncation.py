@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Values of max_length that a report compares with each other and with the user's value. `cuts` leaves out values that are
-#: larger than needed.
+#: Values of max_length whose effects a report shows, together with the effect of the user's value. `cuts` leaves out
+#: values that are larger than needed to keep all tokens.
 MAX_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Default max_length of TRL's DPOConfig and KTOConfig.
 TRL_MAX_LENGTH = 1024
@@ -100,8 +100,8 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
     """Return the effects of the values in MAX_LENGTHS and of `asked`, in ascending order of max_length.
 
-    The list ends with the first value that cuts and drops nothing and is not below `asked`. If there is no such value, the list
-    contains all values. `asked` is the user's max_length, or None if the user set none.
+    The list ends with the first max_length that is at least `asked` and neither cuts nor drops any example. If there is no such
+    max_length, the list contains all values. `asked` is the user's max_length, or None if the user set none.
     """
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):

@@ -16,7 +16,7 @@ class ProgressCallbacks:
     """Callbacks for the progress of a scoring run, a join or a report.
 
     A callback does nothing unless a subclass overrides it. Joins and reports call only `begin`, `advance` and `bad_row`, and
-    count rows where a scoring run counts sequences.
+    pass numbers of rows instead of numbers of sequences.
     """
 
     def begin(self, sequences: int) -> None:
@@ -29,10 +29,10 @@ class ProgressCallbacks:
         """Report that `rows` rows have been read and tokenized so far."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done.
+        """Report that further sequences are done; `sequences` is their number.
 
-        `tokens` is the number of tokens that the engine processed for them; 0 if the engine was not needed, for example because
-        the store already has the values, or if the sequences cannot be scored.
+        `tokens` is the number of tokens that the engine processed for these sequences. It is 0 if the engine was not needed,
+        for example because the store already has the values, or if the sequences cannot be scored.
         """
 
     def bad_row(self, row: int, problem: str) -> None:
@@ -53,7 +53,7 @@ class ProgressBar(ProgressCallbacks):
     """Callbacks that show finished sequences in a progress bar, and keep the problems of the first bad rows for printing.
 
     Args:
-        bar: the progress bar.
+        bar: tqdm bar that counts the finished sequences.
     """
 
     def __init__(self, bar: tqdm) -> None:

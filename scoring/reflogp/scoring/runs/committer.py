@@ -23,7 +23,7 @@ class Committer:
     """Commits values to one table.
 
     Args:
-        table: table for the values.
+        table: table to which values are committed.
     """
 
     def __init__(self, table: LogprobTable) -> None:
@@ -41,9 +41,10 @@ class Committer:
         """Append values to the table and return the number of the snapshot that contains them.
 
         Args:
-            keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
+            keys: keys of the sequences, a binary array. With keep_start, keys are computed from the whole completions.
             sequences: the sequences as they were scored; their completions may be truncated.
-            completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
+            completion_lens: number of tokens in each completion, int32 (n,). With keep_start, this includes tokens that are cut
+                off.
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.
 

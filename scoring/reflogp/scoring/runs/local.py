@@ -122,10 +122,10 @@ class LocalScorer:
         return self._computing, self._engine
 
     def _tell(self, callbacks: OutcomeCallbacks, patience: float | None = 0.0) -> bool:
-        """Report the pipeline's events to the callbacks. Return True after the last event.
+        """Report the pipeline's events to the callbacks. Return True if the pipeline has ended.
 
         Args:
-            callbacks: callbacks for outcomes; they are called in this thread.
+            callbacks: callbacks for outcomes; they are called in the caller's thread.
             patience: seconds to wait for the first event; None for no limit.
 
         Raises the error that stopped the pipeline.

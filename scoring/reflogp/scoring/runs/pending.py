@@ -14,10 +14,10 @@ class Miss:
     """A sequence that the store lacks, and the rows that need it.
 
     Attributes:
-        key: key of the sequence, computed before keep_start truncates its completion.
+        key: key of the sequence. With keep_start, it is computed from the whole completion.
         sequence: the sequence as it is scored; its completion may be truncated.
-        completion_len: number of tokens in the completion before keep_start truncates it.
-        rows: row numbers of the rows that need the sequence. Rows may be added until the miss is reported as failed or
+        completion_len: number of tokens in the completion. With keep_start, this includes tokens that are cut off.
+        rows: numbers of the rows that need the sequence. Further rows may be added until the miss is reported as failed or
             committed.
     """
 
@@ -42,7 +42,7 @@ class OutcomeCallbacks(Protocol):
 
 @dataclass
 class Work:
-    """The time and operations that scoring took.
+    """The time and the number of operations that scoring took, and how the values were computed.
 
     Attributes:
         seconds: number of seconds during which at least one engine was computing.
@@ -85,15 +85,15 @@ class Scorer(Protocol):
             misses: misses to score. Until a miss is reported as failed or committed, a second miss with the same key may be
                 passed only if it contains more tokens of the completion than the first.
             to_come: estimated number of sequences that the run has not read yet.
-            callbacks: callbacks for outcomes; they are called during this call, in this thread.
+            callbacks: callbacks for outcomes; they are called before this method returns, in the caller's thread.
 
         Raises:
-            ReflogpError: the scorer cannot continue. `stop` commits the values that are already computed, unless a commit has
-                failed.
+            ReflogpError: the scorer cannot continue. A call to `stop` then commits the values that are already computed, unless
+                a commit has failed.
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """Report the outcomes that are known now, without waiting for others.
+        """Report the outcomes that are known now, without waiting for further outcomes.
 
         This method is called several times a second while the run waits for rows. Raises the same errors as `score`.
         """
@@ -105,4 +105,4 @@ class Scorer(Protocol):
         """Stop scoring, and commit the values that are already computed. No further outcomes are reported."""
 
     def work(self) -> Work:
-        """Return the time and operations that scoring took."""
+        """Return the time and the number of operations that scoring took, and how the values were computed."""

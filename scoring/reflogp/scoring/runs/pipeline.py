@@ -79,9 +79,9 @@ class ScoringPipeline:
     """Computes values in one thread and commits them in another. To end the threads, call `finish` or `stop`.
 
     Args:
-        engine: the engine; its `flow` runs in one thread of the pipeline.
-        table: table for the values.
-        provenance: provenance of the values.
+        engine: engine that computes the values. Its method `flow` runs in a thread of the pipeline.
+        table: table to which values are committed.
+        provenance: description of how the values are computed; it is stored with them.
         tell: function that is called with each event, in a thread of the pipeline.
         commit_sequences: maximum number of sequences between two commits.
         commit_seconds: maximum number of seconds between two commits.
@@ -133,7 +133,7 @@ class ScoringPipeline:
         return self._groups.is_empty()
 
     def finish(self) -> None:
-        """Declare that no further groups will be put, and return at once.
+        """Declare that `put` will not be called again. This method returns at once.
 
         The event `Ended` is reported when the values of all groups are committed.
         """
@@ -169,7 +169,7 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    # The interval includes the time that the last `put` waited for room, because the device computes meanwhile.
+                    # This includes the time that the last `_passes.put` waited for room, because the device computes meanwhile.
                     self.seconds += now - since
                     since = now
                     self._passes.put(landed)
@@ -220,7 +220,7 @@ class ScoringPipeline:
                 return
 
     def _patience(self) -> float | None:
-        """Return the seconds until the next commit, or None if no values are waiting for a commit."""
+        """Return the seconds until the next commit is due, or None if no values are waiting for a commit."""
         if not self._done:
             return None
         return max(0.0, self._since + self._commit_seconds - time.monotonic())
@@ -284,7 +284,8 @@ _Pass = list[tuple[Miss, _Group, Outcome]]
 class _Groups(Iterator[list[Sequence]]):
     """A queue of the groups that wait for the engine.
 
-    Iteration never blocks: it yields an empty list while the queue is empty.
+    Iteration takes groups from the queue and yields the sequences of each group. It never blocks: while the queue is empty, it
+    yields empty lists.
     """
 
     def __init__(self) -> None:
@@ -330,7 +331,7 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Return the miss with this number and its group, and forget them.
+        """Return the miss that has this number, together with its group. Each miss can be requested only once.
 
         Misses are numbered from 0 across all groups, in the order in which the iteration yielded them.
         """

@@ -13,17 +13,18 @@ T = TypeVar("T")
 #: Maximum number of seconds that `close` waits for the thread. If the thread is still producing an item after this time, it
 #: ends when the item is finished, or when the process exits.
 _LAST_SECONDS = 5.0
-#: Seconds between two calls of `meanwhile`, and seconds after which a thread that waits for a full queue checks for `close`.
+#: Seconds between two calls of `meanwhile`. While the queue is full, the thread also checks at this interval whether `close`
+#: was called.
 _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterable whose items a background thread produces in advance. Use it in a `with` block, whose end stops the thread.
+    """An iterable whose items a background thread produces in advance. Use it in a `with` block, so that the thread is stopped.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
-        items: the iterable. The thread iterates over it and, if it is a generator, closes it.
+        items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
         depth: maximum number of finished items that wait in the queue; the thread may hold one more.
         name: name of the thread.
     """
@@ -45,7 +46,7 @@ class Prefetch(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If the iterable raises an error, raise it after all earlier items have been yielded.
+        """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.
 
         Args:
             meanwhile: function that is called several times a second while the next item is not ready.

@@ -29,9 +29,9 @@ from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, hide_secrets, short_repr
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
-#: Maximum number of windows (groups of consecutive rows) that are already looked up and wait in the queue of Prefetch.
+#: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
 _WINDOWS_AHEAD = 2
-#: Misses are passed to the scorer when their images use more than this many bytes of memory.
+#: The collected misses are passed to the scorer when their images use more than this many bytes of memory.
 _IMAGE_BYTES = 256 << 20
 #: Maximum number of failed sequences that are remembered. If a remembered sequence occurs again, it is not scored again.
 _FAILED_KEYS = 10_000
@@ -54,7 +54,8 @@ class ScoreSummary:
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
         empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
             value, as in TRL's loss.
-        sequences: number of sequences with a completion token to score, in the rows that were tokenized and not dropped.
+        sequences: number of sequences with at least one completion token to score, in the rows that were tokenized and not
+            dropped.
         hits: number of sequences whose log-probs were in the store before the run.
         duplicates: number of sequences that occurred earlier in the same run, or that this run found in the store because
             another run had stored them in the meantime.
@@ -62,7 +63,7 @@ class ScoreSummary:
         failed: number of sequences that could not be scored.
         tokens: number of tokens in the scored sequences, including prompts.
         seconds: wall time of the run.
-        scoring_seconds: part of the wall time during which an engine was computing.
+        scoring_seconds: part of `seconds` during which at least one engine was computing.
         tokens_per_second: tokens divided by scoring_seconds.
         model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
             together multiply random matrices. Tokens that several sequences share count once, and padding does not
@@ -73,8 +74,8 @@ class ScoreSummary:
             count operations.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
         reference_id: id of the reference that computed the values, 32 hex digits.
-        snapshot: number of a snapshot that contains all values: that of the run's last commit, or the newest at the run's
-            start if nothing was committed.
+        snapshot: number of a snapshot that contains all values. It is the snapshot of the run's last commit. If nothing was
+            committed, it is the newest snapshot at the start of the run.
         store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
     """
@@ -142,8 +143,8 @@ def score_dataset(
     If an error or KeyboardInterrupt stops the run, the scorer commits the values that it has already computed; see Scorer.stop.
 
     Args:
-        dataset: the tokenized dataset.
-        store: store for the values.
+        dataset: the rows to score, as token ids.
+        store: store in which values are looked up, and to which new values are committed.
         reference: the reference model that the scorer uses.
         scorer: object that computes and commits values. The scorer gets no sequences if the store already has all values.
         settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
@@ -203,12 +204,13 @@ class _Window:
         rows_in_all: number of rows in the dataset, including unreadable rows.
         sides: number of completions per row; 0 if no row has been readable so far.
         last_row: number of the last row that was read.
-        problems: row number -> the reason why the row cannot be used.
-        rows: row numbers of the tokenized rows, an int64 array.
+        problems: dict from the number of each unusable row to the reason why it cannot be used.
+        rows: numbers of the tokenized rows, an int64 array.
         bare: bool array, True for each tokenized row that has no prompt.
-        looked_up: for each completion column, the sequences to look up (see Windows), their keys, and the values that the store
-            had for these keys.
-        images: for each tokenized row, its images, or None if it has none; an empty list for a text-only dataset.
+        looked_up: a tuple for each completion column. It contains the column's sequences (see Windows), their keys, and the
+            result of looking up these keys.
+        images: list with the images of each tokenized row, or None for a row without images. The list is empty if the dataset
+            is text-only.
     """
 
     rows_in_all: int
@@ -274,8 +276,8 @@ class _Run:
         self._rows = self._sides = 0
         self._collected: dict[bytes, Miss] = {}  # not passed to the scorer yet
         self._image_bytes = 0
-        self._handed: dict[bytes, Miss] = {}  # passed to the scorer; their values are not in `_now`
-        self._fresh: list[Miss] = []  # committed after the snapshot `_now`
+        self._handed: dict[bytes, Miss] = {}  # misses that were passed to the scorer and whose values are not in `_now`
+        self._fresh: list[Miss] = []  # misses that were committed after the snapshot `_now` was read
         self._bad: set[int] = set()
         self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (number of completion tokens, reason)
 

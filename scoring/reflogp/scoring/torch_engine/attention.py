@@ -42,7 +42,10 @@ _BOTH_WAYS = "images whose tokens attend to each other in both directions are no
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs a feature that packed attention does not support. The self-check then rejects the packed path."""
+    """A layer needs a feature that packed attention does not support.
+
+    The self-check (see selfcheck.py) then rejects the packed path, and sequences are scored without packed attention.
+    """
 
 
 class KernelFailedError(RuntimeError):
@@ -63,22 +66,23 @@ class PackLayout:
     """A pack's tensors on the device, uploaded in a single copy before the forward pass and used by every layer.
 
     Args:
-        pack: the pack.
+        pack: pack whose tensors are uploaded.
         device: device for the tensors.
         refused: names of kernels that no layer may use, for example because they failed for this model.
         both_ways: True if the tokens of an image attend to each other in both directions.
 
     Attributes:
-        token_ids, positions: the id of each token of the pack, and its position in its own sequence, int64 (tokens,).
+        token_ids: ids of the pack's tokens, int64 (tokens,).
+        positions: for each token of the pack, its position in its own sequence, int64 (tokens,).
         parents: for each predicted token, the index of the token whose hidden state predicts it, int64 (predictions,).
         targets: ids of the predicted tokens, int64 (predictions,).
-        spans: for each branch, the index of its first token, the index after its last token, and the number of keys that it
-            shares with earlier branches.
+        spans: list with a tuple for each branch: the index of the branch's first token, the index after its last token, and the
+            number of keys that it shares with earlier branches.
         layers_seen: number of calls to packed attention so far.
         windows_seen: number of calls to packed attention with a sliding window so far.
         kernels: names of the kernels that have been used.
-        declined: dict of kernel name -> reason why the kernel could not compute a layer. Only `cpu_blocks` is recorded, for
-            layers that `by_branch` computed in bfloat16 on a CPU.
+        declined: dict from a kernel's name to the reason why the kernel could not compute a layer. Only `cpu_blocks` is
+            recorded, for layers that `by_branch` computed instead, in bfloat16 on a CPU.
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = (), both_ways: bool = False) -> None:
@@ -136,9 +140,9 @@ class PackLayout:
         """Return the arguments that a variable-length kernel needs.
 
         Returns:
-            A tuple: the indices of each branch's keys in the pack, concatenated (None if no branch shares tokens), cu_seqlens
-            of the queries, cu_seqlens of the keys, the maximum number of queries per branch, and the maximum number of keys per
-            branch.
+            A tuple of five values: the indices of each branch's keys in the pack, concatenated (None if no branch shares
+            tokens); the cumulative numbers of the branches' queries (the kernel's cu_seqlens), which begin with 0; the same
+            for the keys; the maximum number of queries per branch; and the maximum number of keys per branch.
         """
 
         def make() -> Any:
@@ -268,8 +272,8 @@ def packed_attention(
         value: values, shape (1, key heads, tokens, value size).
         attention_mask: must be None, because the pack's layout defines what each token attends to.
         scaling: factor applied to the attention scores; None for 1/sqrt(head size).
-        sliding_window: maximum number of keys that a query attends to, including its own (Mistral, arxiv.org/abs/2310.06825);
-            None for no limit.
+        sliding_window: maximum number of keys that a query attends to, including its own key (Mistral,
+            arxiv.org/abs/2310.06825); None for no limit.
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains the attention sinks of gpt-oss: for each
             head, an extra logit that is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
@@ -300,7 +304,7 @@ def packed_attention(
     call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"), layout.both_ways)
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
-    # If cpu_blocks could compute this call, it was refused, and the self-check already has the reason.
+    # If `problem` is None, cpu_blocks was not chosen because it was refused; the self-check already has the reason.
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
         layout.declined[cpu_blocks.__name__] = problem
     try:

@@ -107,7 +107,7 @@ def _built(compiler: str) -> Path:
     """
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
-    folder = own_folder(cache_dir(), "kernels")  # the files of this folder are executed, and a team may share the cache
+    folder = own_folder(cache_dir(), "kernels")  # only this user can write to this folder, because its files are executed
     library = folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -137,7 +137,8 @@ def _difference_from_torch(size: int, value_size: int) -> float:
     """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel.
 
     Both kernels compute attention for two branches that share their first tokens, with and without a sliding window. The root
-    mean square difference is computed separately for each of these four outputs. If one of them is NaN, the result is NaN.
+    mean square difference is computed separately for each of these four outputs. If one of the differences is NaN, the result
+    is NaN.
     """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)

@@ -96,9 +96,9 @@ def run_in_own_thread(function: Callable[[], Result]) -> Result:
 
     libgomp gives each thread that runs a parallel operation its own pool of worker threads, and keeps the pool until that
     thread exits. If all pools together have more threads than the process has cores, libgomp's threads sleep between operations
-    instead of spinning (see GOMP_SPINCOUNT in libgomp's manual), which is slower. For example, on two cores, a model that was
-    loaded in one thread and run in another reached only 65% of its normal speed. Because the new thread exits, its pool cannot
-    slow down later work. If the caller is interrupted, `function` keeps running in the new thread.
+    instead of spinning (see GOMP_SPINCOUNT in libgomp's manual). Operations then take longer. For example, on two cores, a
+    model that was loaded in one thread and run in another reached only 65% of its normal speed. Because the new thread exits,
+    its pool cannot slow down later work. If the caller is interrupted, `function` keeps running in the new thread.
     """
     outcome: Future[Result] = Future()
 

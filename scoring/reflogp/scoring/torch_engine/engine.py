@@ -33,14 +33,14 @@ from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, S
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
 
-#: Number of sequences that are sorted and packed together. A larger window would take longer to pack but hardly share more
-#: tokens.
+#: Number of sequences that are sorted and packed together. Packing more sequences together would take longer, but would hardly
+#: increase the number of shared tokens.
 _WINDOW = 8_192
-#: Lowest limit that `pass_seconds` can set for the number of tokens in a pass, because the matrix products of shorter passes
-#: are inefficient. For the same reason, the speed of shorter passes is not used to compute the limit.
+#: Minimum of the limit that the engine computes from `pass_seconds`, in tokens. The matrix products of passes with fewer tokens
+#: are inefficient. The speed of such passes is therefore not used to compute the limit.
 _LEAST_PASS_TOKENS = 1_024
 #: Number of consecutive passes that must fit in memory before a halved budget is doubled again. By then, other processes may
-#: have freed memory. If they have not, one failed pass out of this many costs little.
+#: have freed memory. If they have not, the next pass may fail, which costs little compared with this many passes.
 _GOOD_PASSES = 100
 
 
@@ -59,9 +59,9 @@ class TorchEngine:
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast" use float32 weights under torch.autocast, like accelerate's mixed precision.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
-        token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. A longer sequence is scored
-            in a pass of its own. When memory runs out, the budget is halved and the pass is retried, so no values are lost.
-            After many passes that fit in memory, the budget grows again, up to its initial value.
+        token_budget: maximum number of tokens in one pass; "auto" computes it from the free memory. A sequence that is longer
+            than the budget is scored in a pass of its own. When memory runs out, the budget is halved and the pass is retried,
+            so no values are lost. After many passes that fit in memory, the budget grows again, up to its initial value.
         lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. The dtype of the logits is part
             of the reference id.
         compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
@@ -79,9 +79,10 @@ class TorchEngine:
             check scores the first few of these sequences twice: packed, and one at a time.
 
     Raises:
-        UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
+        UsageError: the model does not exist, or `dtype` is unknown.
+        CheckpointError: the model's weights are missing, truncated or pickled.
         OutOfMemoryError: the model does not fit in the device's memory.
-        EngineError: an argument is invalid, or the model cannot be loaded for another reason.
+        EngineError: another argument is invalid, or the model cannot be loaded for another reason.
 
     Examples:
         >>> from reflogp.scoring import Sequence, TorchEngine
@@ -138,7 +139,9 @@ class TorchEngine:
         )
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
-        """Return each sequence's token_logps, a float32 array of length len(completion_ids), in the order of `sequences`.
+        """Return a list of the sequences' token_logps, in the order of `sequences`.
+
+        A sequence's token_logps are a float32 array of length len(completion_ids).
 
         Args:
             sequences: prompts and completions as token ids. A prompt needs at least one token, because the first token of the
@@ -193,24 +196,25 @@ class TorchEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; yield the outcomes of each pass when it finishes.
 
-        Each pass is prepared and uploaded while the previous pass is computed, even if the two passes belong to different
-        groups. The values of a pass are copied to the host while the next pass runs. While the generator is suspended at a
-        yield, the caller may use the engine for other work.
+        Each pass is prepared while the previous pass is computed, even if the two passes belong to different groups. The values
+        of a pass are copied to the host while the next pass runs. While the generator is suspended at a yield, the caller may
+        use the engine for other work.
 
         Args:
             groups: lists of sequences that this model can score (see `problems`). The sequences of a group are packed together,
-                in an order that the engine chooses; in groups of a few thousand sequences, most shared prefixes are computed
-                only once, and most passes are full. The engine iterates over `groups` in a background thread. The iterator
-                must not block. If no sequences are available yet, it must yield an empty group. For an empty group, `flow`
-                waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
+                in an order that the engine chooses. Groups should contain a few thousand sequences. Most shared prefixes are
+                then computed only once, and most passes are full. The engine iterates over `groups` in a background thread. The
+                iterator must not block. If no sequences are available yet, it must yield an empty group. For an empty group,
+                `flow` waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
             temperature: the logits are divided by this number.
             before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
                 sequences, counted across all groups (see Yields).
 
         Yields:
             For each pass, a list of (index, outcome). The index of a sequence is counted from 0 across all groups. The outcome
-            is token_logps, or a message that says why the sequence has no values: it does not fit in memory even alone, its
-            values are not finite, or one of its images can no longer be read.
+            is token_logps, or a message that says why the sequence has no values. There are three possible reasons: the
+            sequence does not fit in memory even when it is scored alone, its values are not finite, or one of its images can
+            no longer be read.
 
         Raises:
             EngineError: a pass failed or could not be prepared. The outcomes of all earlier passes have already been yielded.
@@ -377,7 +381,10 @@ class TorchEngine:
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Number all sequences, add them to `waiting`, and yield passes that score them; for an empty group, yield None."""
+        """Yield the passes that score all groups; for an empty group, yield None.
+
+        Each sequence gets an index, counted across all groups, and is added to `waiting` under this index.
+        """
         count = 0
         for group in groups:
             if not group:
@@ -403,7 +410,7 @@ class TorchEngine:
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
-        seen: dict[bytes, list[int]] = {}  # processor's settings -> indices of sequences with images
+        seen: dict[bytes, list[int]] = {}  # indices of sequences with images, by processor settings
         for index, sequence in enumerate(sequences):
             if limit is not None and len(sequence) > limit:
                 groups.append([index])

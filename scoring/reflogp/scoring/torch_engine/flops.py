@@ -1,8 +1,8 @@
 """Count the operations of a forward pass and measure the peak rate of a device, for model FLOPs utilization.
 
 Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the number of useful operations per second divided by
-the device's peak rate. Operations are useful if a log-prob depends on them. Here the peak rate is measured with large matrix
-products, not taken from a data sheet.
+the device's peak rate. Operations are useful if a log-prob depends on them. This module does not take the peak rate from a
+data sheet, but measures it with large matrix products.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Int64s = npt.NDArray[np.int64]
 
 #: Numbers of rows of the square matrices that are multiplied to measure a device's peak rate, by device type.
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-#: For each size, the number of warm-up products, during which kernels are chosen and clock speeds rise, and the maximum number
-#: of products after them. The times of the warm-up products are ignored.
+#: For each size, the number of warm-up products and the maximum number of products after them. The times of the warm-up
+#: products are ignored, because kernels are chosen and clock speeds rise during these products.
 _WARM_UP, _REPEATS = 2, 12
 #: Time limit for the products of one size, in seconds. A CPU without native instructions for a dtype would need minutes for the
 #: larger size.
 _PATIENCE = 2.0
-#: Layer types (transformers' names) whose queries attend to all earlier tokens, and layer types whose queries attend to a
-#: window.
+#: Transformers' names of layer types. In layers of the types in `_FULL`, a query attends to all earlier tokens. In layers of
+#: the types in `_WINDOWED`, a query attends only to a window of the most recent tokens.
 _FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attention", "hybrid_sliding")
 
 
 class ForwardFlops:
     """Counts the operations of a model's forward passes; each multiply-add counts as two operations.
 
-    Each weight matrix of the decoder is counted once per token (an expert's weights only for the expert's share of the tokens).
-    Attention is counted once per query-key pair, and the output embedding once per predicted token. For layers whose attention
-    is neither full, windowed nor chunked (for example linear or sparse), only the weights are counted, so the result is never
-    too high.
+    Each weight matrix of the decoder is counted once per token (an expert's weights count only for the average share of tokens
+    that an expert processes). Attention is counted once per query-key pair, and the output embedding once per predicted token.
+    For layers whose attention is neither full, windowed nor chunked (for example linear or sparse), only the weights are
+    counted, so the result is never too high.
     """
 
     def __init__(self, model: Any) -> None:
@@ -65,7 +65,7 @@ class ForwardFlops:
         """Return the operation counts of a pack, without and with sharing of tokens.
 
         Args:
-            pack: the pack.
+            pack: a pack of some or all of the sequences.
             sequences: the sequences that the indices in `pack.members` refer to.
         """
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
@@ -82,7 +82,13 @@ class ForwardFlops:
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the number of operations for paths of these lengths whose first `before` tokens have already been computed."""
+        """Return the number of operations for computing paths.
+
+        Args:
+            lengths: number of tokens of each path.
+            before: for each path, the number of tokens at its start that are not computed again.
+            predictions: number of tokens that need a log-prob.
+        """
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
@@ -114,7 +120,9 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return (number of layers, function from sequence lengths to numbers of query-key pairs) for each type of attention layer.
+    """Return a tuple for each type of attention layer: the number of its layers, and a function for its query-key pairs.
+
+    The function converts an array of sequence lengths to an array of the numbers of query-key pairs in these sequences.
 
     Only full, windowed and chunked attention is included (see `ForwardFlops`).
     """
@@ -144,10 +152,10 @@ def _pairs(count: Any) -> Any:
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the device's peak rate for multiplying square matrices, in operations per second.
 
-    The matrices are random, like a model's weights: if all elements were equal, a GPU would draw less power and run faster. The
-    result is the best rate over several repeats of two sizes, because other work on the machine can make a product slower, but
-    never faster. The larger size is skipped if a product of this size would take too long at the rate measured for the smaller
-    size.
+    The matrices are random. If all elements were equal, a GPU would draw less power and run faster than with a model's weights.
+    Matrices of two sizes are each multiplied several times. The result is the highest rate, because other work on the machine
+    can make a product slower, but never faster. The larger size is skipped if a product of this size would take too long at the
+    rate measured for the smaller size.
     """
     best = 0.0
     for side in _SIDES[device.type]:

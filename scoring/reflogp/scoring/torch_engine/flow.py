@@ -14,7 +14,7 @@ from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
-#: While the next pass is still being prepared: seconds between checks of whether the current pass's values are on the host.
+#: Seconds between checks of whether the current pass's values are on the host, while the next pass is still being prepared.
 _LOOK_SECONDS = 0.002
 
 
@@ -45,8 +45,8 @@ class InFlight:
     Attributes:
         unit: the pass.
         values: tensor on the host that receives the log-probs; it is complete once the mark `landed` has passed.
-        began, landed: marks in the device's stream, `began` before the pass and `landed` after the copy of its values to the
-            host.
+        began, landed: marks in the device's stream. `began` comes before the pass, `landed` after the copy of the pass's values
+            to the host.
     """
 
     unit: Unit
@@ -79,7 +79,7 @@ class Prepared:
     """A context manager that prepares each unit (a forward pass) in the background while the device computes the previous one.
 
     Args:
-        units: iterable that prepares each unit when it is requested. A background thread requests one unit in advance. When
+        units: iterable that prepares a unit when the unit is requested. A background thread requests one unit in advance. When
             there is nothing to prepare yet, the iterable must yield None instead of blocking.
     """
 

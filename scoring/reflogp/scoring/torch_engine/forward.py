@@ -41,7 +41,11 @@ def should_compile(model: Any, device: torch.device) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers: the first ModuleList with `num_hidden_layers` modules."""
+    """Return the decoder layers.
+
+    These are the modules of the first ModuleList that has `num_hidden_layers` modules. If there is no such ModuleList, the
+    result is empty.
+    """
     count = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     return list(next(lists, torch.nn.ModuleList()))
@@ -82,7 +86,7 @@ def forward_pack(
     refused: Collection[str] = (),
     inputs: DecoderInputs | None = None,
 ) -> torch.Tensor:
-    """Return the log-probs of the tokens in `pack.predicted`, float32 (predictions,) on the device.
+    """Return the log-probs of the tokens in `pack.predicted`, as a float32 tensor of shape (predictions,) on the device.
 
     The model must use packed attention (see attention.py).
 
@@ -118,9 +122,11 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probs of a batch's completion tokens, concatenated, float32 (completion tokens,) on the device.
+    """Return the log-probs of a batch's completion tokens, concatenated in the order of the batch.
 
-    The batch is padded on the right. A sequence with an attention mask already contains padding: this padding stays in place,
+    The result is a float32 tensor of shape (completion tokens,) on the device.
+
+    The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
     """
     lengths = [len(sequence) for sequence in batch]
@@ -147,7 +153,11 @@ def forward_padded(
 
 @contextmanager
 def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
-    """Switch the model to the attention implementation that has this name in transformers, while the block runs."""
+    """Switch the model to another attention implementation while the block runs.
+
+    Args:
+        implementation: transformers' name of the attention implementation.
+    """
     before = model.config._attn_implementation
     if implementation != before:
         model.set_attn_implementation(implementation)
@@ -161,7 +171,7 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
     """Yield batches of sequence indices, longest sequences first.
 
-    A batch has at most `token_budget` tokens, including padding. A longer sequence is the only one in its batch.
+    A batch has at most `token_budget` tokens, including padding. A sequence with more tokens gets its own batch.
     """
     lengths = [len(sequence) for sequence in sequences]
     batch: list[int] = []

@@ -19,11 +19,11 @@ from reflogp.scoring.torch_engine.load import autocasting
 #: Maximum number of logits in memory at once, by device type. 2**28 logits take 512 MiB in bfloat16, and 1 GiB more for their
 #: float32 copy.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-#: Rows and columns of a block of logits on a CPU: small enough to stay in cache until the block is summed, and large enough for
-#: a fast product (measured to be 20% faster than rows that span the whole vocabulary).
+#: Rows and columns of a block of logits on a CPU. Such a block is small enough to stay in cache until it is summed, and large
+#: enough for a fast product. In a measurement, these blocks were 20% faster than rows that span the whole vocabulary.
 _CPU_BLOCK = (1024, 4096)
-#: Number of elements of the output embedding that are cast at once on CUDA if the product needs another dtype than the output
-#: embedding's (256 MiB in float32).
+#: Number of elements of the output embedding that are cast at once on CUDA (256 MiB in float32). A cast is necessary if the
+#: product needs a dtype other than that of the output embedding.
 _CAST_NUMBERS = 1 << 26
 #: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
 #: in full.
@@ -66,8 +66,8 @@ class Head:
         autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
     Attributes:
-        logits: the function that turns the head's matrix product into logits; None if none was found (see `_find_logits`).
-            Then, the model's own forward computes the logits.
+        logits: the function that turns the head's matrix product into logits. If no such function was found (see
+            `_find_logits`), the attribute is None, and the model's own forward computes the logits.
         log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
             of it.
     """
@@ -94,12 +94,12 @@ class Head:
             temperature: the logits are divided by this number.
 
         Returns:
-            float32 (n,).
+            The log-probs, float32 (n,).
         """
         hidden = states[at]
         if self.logits is None:
             return self._logps_by_model(hidden, targets, temperature)
-        with autocasting(hidden.device, None):  # the code below sets each dtype explicitly; autocast would change them
+        with autocasting(hidden.device, None):  # the code below sets dtypes explicitly; autocast would change them
             return self._logps_of_products(hidden, targets, temperature)
 
     def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each position, return the log-sum-exp of all logits, and separately the target's logit; both float32 (n,).
+        """Return two float32 tensors (n,): for each position, the log-sum-exp of all logits, and the target's logit.
 
         The target's logit comes from the same matrix product as all other logits, so it is rounded to the product's dtype. The
         outer loop iterates over blocks of the vocabulary, so that each block of weights is cast to this dtype at most once.
@@ -173,7 +173,7 @@ class Head:
         """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
-            return None  # with an adapter on the head, `weight` is that of the base layer and lacks the adapter's part
+            return None  # if the head has an adapter, `weight` is the base layer's weight, without the adapter's changes
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         with autocasting(weight.device, None):

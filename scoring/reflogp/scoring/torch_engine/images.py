@@ -40,8 +40,8 @@ KEPT_BYTES = 256 << 20
 #: Maximum total size of the decoded images that a batch of two or more sequences has in memory at once, in bytes. There is no
 #: limit for the images of a single sequence.
 DECODED_BYTES = 1 << 30
-#: Identifies images whose features are computed together: the processor's settings, the images' digests, and each image's
-#: number of tokens.
+#: A tuple that identifies a group of images whose features are computed together. It contains the processor's settings, the
+#: images' digests, and the number of tokens of each image.
 _Part = tuple[bytes, tuple[bytes, ...], tuple[int, ...]]
 
 
@@ -265,7 +265,10 @@ class ImageFeatures:
         return found
 
     def _computed(self, part: SequenceImages) -> _Features:
-        """Compute the decoder's inputs for a group of images: run the model on their tokens until it calls its decoder."""
+        """Compute the decoder's inputs for a group of images.
+
+        The model runs on the images' tokens, and is stopped when it calls its decoder.
+        """
         pixels, types = pixel_inputs([part])
         ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
         more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}

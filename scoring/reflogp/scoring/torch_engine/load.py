@@ -101,7 +101,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
     except EngineError:
         raise
-    except Exception as error:  # for example, other shapes than the model's, or an unknown type of adapter
+    except Exception as error:  # for example, shapes that differ from the model's, or an unknown type of adapter
         raise EngineError(f"{adapter.folder}: the adapter cannot be loaded into the model: {first_line(error)}") from error
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
@@ -245,7 +245,10 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Yield a dictionary of all tensors in a checkpoint's files, by name. The tensors can be read only while the block runs."""
+    """Yield a dictionary from the names of all tensors in a checkpoint's files to the tensors.
+
+    The tensors can be read only while the block runs.
+    """
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
@@ -264,8 +267,9 @@ def _take_out_of_files(model: Any) -> None:
 def forget_longest_pass(model: Any, limit: int) -> None:
     """Reset "dynamic" rotary embeddings to those of sequences of at most `limit` tokens.
 
-    Without this reset, the next pass would use the embeddings of the longest pass so far, unless its longest sequence has less
-    than `limit` tokens or more than that pass. Embeddings that were not extended, such as those of "longrope", stay unchanged.
+    Without this reset, later passes would use the embeddings of the longest sequence so far. Only a pass whose longest sequence
+    has fewer than `limit` tokens, or more tokens than all earlier sequences, would get other embeddings. Embeddings that were
+    not extended, such as those of "longrope", stay unchanged.
     See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """
     for module in model.modules():
@@ -281,7 +285,8 @@ def forget_longest_pass(model: Any, limit: int) -> None:
 def _max_positions(config: Any) -> int | None:
     """Return the maximum length of a sequence according to a config; None if the config sets no limit.
 
-    With "dynamic" rotary embeddings, `max_position_embeddings` is the length above which they are scaled, by at most `factor`.
+    "Dynamic" rotary embeddings are scaled for sequences that are longer than `max_position_embeddings`. With such embeddings,
+    the maximum length is `max_position_embeddings` times `factor`.
     """
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -308,7 +313,7 @@ def _rope_limit(config: Any) -> int | None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
-    """Return (the model's class, its number of parameters); tied parameters are counted once.
+    """Return (class of the model, number of the model's parameters); tied parameters are counted once.
 
     Vision-language models can be used to score text too, but transformers lists only some of them as causal language models.
     The others are loaded as image-text-to-text models.

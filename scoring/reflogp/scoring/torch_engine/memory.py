@@ -22,17 +22,18 @@ from reflogp.scoring.machine import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 
-#: Numbers of tokens above which longer passes do not compute more tokens per second: on CUDA, and for each thread of torch on a
-#: CPU (by default, one thread for each core). The third number is the maximum on a CPU. On CUDA, the matrix products are
-#: already large enough. On a CPU, the activations of longer passes do not fit in the cores' caches. (On two cores, with models
-#: of 100M and 500M parameters, passes of 2,048 tokens are 10% faster than passes of 4,096.)
+#: Numbers of tokens above which longer passes do not compute more tokens per second. The first number applies to CUDA, where
+#: the matrix products of passes with this many tokens are large enough. The second number applies to each thread of torch on a
+#: CPU (by default, one thread for each core), and the third number is the maximum for all threads together. On a CPU, the
+#: activations of longer passes do not fit in the cores' caches. (On two cores, with models of 100M and 500M parameters, passes
+#: of 2,048 tokens are 10% faster than passes of 4,096.)
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
 #: The smallest token budget that `auto_token_budget` returns.
 _LEAST_TOKENS = 512
 #: Fraction of the free memory that activations may use. The rest is for logits, for buffers of kernels and for fragmentation.
 _SHARE = 0.5
-#: Upper estimates of how many vectors of the hidden size, and of the intermediate size, a layer has in memory at once for each
-#: token.
+#: Number of vectors of the hidden size, and number of vectors of the intermediate size, that a layer has in memory at once for
+#: each token. Both numbers are upper estimates.
 _HIDDEN_COPIES, _INTERMEDIATE_COPIES = 12, 3
 
 
@@ -86,8 +87,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 #: Peak memory while transformers merges the weights of a layer's experts into one tensor, as a multiple of the size of one
-#: projection (such as gate or up) of all experts: 2 for the stacked gate and up projections, and 2 for the tensor that contains
-#: both.
+#: projection (such as gate or up) of all experts. The stacked gate and up projections count as 2, and the merged tensor that
+#: contains both projections counts as 2 more.
 _JOINING_COPIES = 4
 #: Fraction of each GPU's memory that vLLM uses by default (gpu_memory_utilization).
 _VLLM_SHARE = 0.9
@@ -116,7 +117,7 @@ def require_room(
         alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,
             with the memory that is free now.
 
-    The message says how much memory is needed, how much is free, and which options would work, if any.
+    The error message says how much memory is needed, how much is free, and which options would work, if any.
     """
     weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
     free = _total_bytes(device) if alone else free_bytes(device)

@@ -23,8 +23,9 @@ from reflogp.store.images import FIRST_IMAGE_ID
 Int64s = npt.NDArray[np.int64]
 
 #: Minimum length of a shared prefix, in tokens. Shorter prefixes are computed again for each sequence. Sharing them would save
-#: no time, because gathering their keys takes as long as computing the prefix again. It would also join unrelated sequences
-#: (all chats begin with the same few template tokens) into large groups, which fill packs less well than small groups.
+#: no time, because gathering a prefix's attention keys would take as long as computing the prefix again. Sharing them would
+#: also join unrelated sequences (all chats begin with the same few template tokens) into large groups, which fill packs less
+#: well than small groups.
 MIN_SHARED = 16
 
 
@@ -34,8 +35,8 @@ class Branch:
 
     Attributes:
         start, stop: the added tokens have the indices start … stop - 1 in the pack.
-        path: the indices that all tokens of the sequence have in the pack, in order, int64 (length,). The indices of the added
-            tokens come last; all other tokens of the path are shared with earlier branches.
+        path: index in the pack of each token of the sequence, in the order of the sequence, int64 (length,). The added tokens
+            come last. All other tokens of the path are shared with earlier branches.
         sequence: index of the sequence in the list that was packed.
     """
 
@@ -57,11 +58,11 @@ class Pack:
     Attributes:
         token_ids: the tokens' ids, int64 (tokens,).
         positions: each token's position in its own sequence, int64 (tokens,).
-        branches: the branches, in the order of their tokens in the pack; each token belongs to exactly one branch.
+        branches: the branches, in the order of their tokens in the pack. Each token belongs to exactly one branch.
         predicted: indices of the tokens that need a log-prob, ascending, int64 (predictions,).
-        parents: indices of the tokens whose hidden states predict the tokens of `predicted`, int64 (predictions,).
-        members: for each sequence, its index in the list that was packed, and, for each of its completion tokens, an index
-            into `predicted`.
+        parents: for each token in `predicted`, the index of the token whose hidden state predicts it, int64 (predictions,).
+        members: one tuple for each sequence: (index of the sequence in the list that was packed, array that contains, for each
+            completion token, its index in `predicted`).
     """
 
     token_ids: Int64s
@@ -76,7 +77,7 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences, and yield the packs. Those with the largest groups of sequences that share prefixes come first.
+    """Pack sequences, and yield the packs. Packs that contain the largest groups of sequences with shared prefixes come first.
 
     Args:
         sequences: any number of sequences. For a large dataset, call this function with a few thousand at a time.
@@ -96,7 +97,8 @@ class _Group:
     """A group of sequences that share prefixes.
 
     Attributes:
-        members: for each sequence, its index, and the number of tokens that it shares with the sequence before it in the group.
+        members: one tuple for each sequence: (index of the sequence, number of tokens that it shares with the previous sequence
+            in the group).
         tokens: number of tokens that the group adds to a pack.
     """
 
@@ -181,8 +183,9 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
 def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
     """For each token, return the index after the last token that it may attend to, int64 (n,).
 
-    For a text token, this is the index after the token itself; the same is true of an image token if `both_ways` is False. If
-    `both_ways` is True, an image token may also attend to later tokens, up to the end of its uninterrupted run of image tokens.
+    A text token may not attend to any later token, so its result is the index after the token itself. If `both_ways` is False,
+    the same applies to image tokens. If `both_ways` is True, an image token may also attend to the image tokens that follow it
+    without a text token in between.
     """
     ends = np.arange(1, len(ids) + 1)
     if not both_ways:
@@ -195,7 +198,7 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 
 
 def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return the length of the prefix that two sequences share, in tokens.
+    """Return the number of tokens in the prefix that two sequences share.
 
     The prefix contains only whole images. If images follow each other without text between them, the prefix contains either
     all of these images or none.

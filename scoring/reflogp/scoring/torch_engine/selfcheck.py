@@ -23,15 +23,16 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import counted, first_line
 
-#: Maximum root mean square difference between a path's log-probs and those of ordinary, unpadded passes of the same model in
-#: the same dtype, in nats per token. Rounding makes kernels differ by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in
-#: deeper models). If a token attends to another sequence or has a wrong position, log-probs change by tenths of a nat.
+#: Maximum root mean square difference between the log-probs of a path ("packed" or "padded") and those of ordinary, unpadded
+#: passes of the same model in the same dtype, in nats per token. Because of rounding, the log-probs of different kernels differ
+#: by 1e-6 in float32 and by 0.002 to 0.03 in bfloat16 (more in deeper models). If a token attends to another sequence or has a
+#: wrong position, log-probs change by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding errors grow with the logits. If the root mean square of the log-probs is above this value, the tolerance grows in
 #: proportion.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
-#: Maximum number of sequences that `check_images` gets. They are the first sequences with images that the engine scores.
+#: Maximum number of sequences that the engine passes to `check_images`: the first sequences with images that it scores.
 IMAGE_CHECKS = 4
 
 
@@ -71,8 +72,8 @@ class ImageCheck:
 
     Attributes:
         path: how sequences with images are scored: "packed" or "padded".
-        difference: root mean square difference between the packed values and those of the sequences scored one at a time, in
-            nats per token; None if packing was not possible.
+        difference: root mean square difference between the log-probs computed in a pack and the log-probs computed one sequence
+            at a time, in nats per token; None if packing was not possible.
         reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
         refused_kernels: names of attention kernels that no pack with images may use.
@@ -98,8 +99,8 @@ def check_images(
     The sequences are scored both packed and one at a time.
 
     Sequences with images are packed only if the model passes to its decoder the same positions and mask that a pack would use,
-    and if the packed values agree with those of the sequences scored one at a time. Comparing the values alone is not enough:
-    in bfloat16, values of a few tokens may agree by chance.
+    and if the log-probs computed in a pack agree with the log-probs computed one sequence at a time. Comparing the log-probs
+    alone is not enough: in bfloat16, the log-probs of a few tokens may agree by chance.
 
     Args:
         head: the model's output layer.
@@ -107,7 +108,7 @@ def check_images(
         features: object that builds the inputs of the model's decoder.
         sequences: at least one sequence, all with images.
         refused: names of attention kernels that must not be used.
-        own_attention: name of the model's own attention implementation.
+        own_attention: name of the attention implementation that the model used before packed attention was set.
 
     Raises PictureError if an image can no longer be read. Out-of-memory errors, and errors while the sequences are scored one
     at a time, are re-raised.
@@ -169,7 +170,9 @@ def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Configure the model for the fastest path that agrees with ordinary forward passes; warn if it is not the packed path.
+    """Configure the model for the fastest path whose log-probs agree with those of ordinary forward passes.
+
+    Warn if the packed path is rejected.
 
     Args:
         head: the model's output layer.
@@ -251,7 +254,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
 
 
 def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """Return the RMS difference between the two arrays, and a message if it exceeds the tolerance (otherwise None)."""
+    """Return (RMS difference between `values` and `plain`, error message if it exceeds the tolerance, otherwise None)."""
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
@@ -261,7 +264,7 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
-    """Return the largest allowed RMS difference between two computations of these log-probs, in nats per token."""
+    """Return the largest allowed RMS difference between `logps` and another computation of them, in nats per token."""
     return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
 
 
@@ -274,10 +277,11 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers and the head's log-sum-exp; undo both if compiling fails or the values differ too much from `plain`.
+    """Compile the layers and the head's log-sum-exp. Undo the compilation if it fails or changes the values too much.
 
     Returns:
-        A tuple: the root mean square difference from `plain` (NaN if an error occurred), and the problem, or None.
+        (root mean square difference from `plain`, error message). The difference is NaN if an error occurred. The message is
+        None if the compiled layers can be used.
     """
     eager = head.log_sum_exp
     problem: str | None
@@ -311,7 +315,7 @@ def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
 
 @torch.inference_mode()
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Compute a sequence's log-probs without padding, with the model's own forward method, attention and head."""
+    """Compute a sequence's log-probs from the logits of an ordinary, unpadded call of the model. `Head` is not used."""
     ids = torch.from_numpy(sequence.ids()).to(device)
     logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
     start = len(sequence.prompt_ids)
@@ -321,10 +325,11 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 def _windowed_layers(config: Any) -> int:
     """Return how many layers do not attend to the whole context, according to the config.
 
-    The self-check compares this number with the number of layers that pass a window to packed attention. Some layers have their
-    window only in the mask. Packed attention does not use this mask, so these layers would lose their window. Comparing values
-    would not reveal the lost window, because the sequences of the self-check are shorter than most windows. Models with chunked
-    attention (Llama 4) are never packed: the two numbers always differ, because chunked layers pass no window.
+    The self-check compares this number with the number of layers that pass a window to packed attention. Some layers limit
+    attention to a window only through the attention mask. Packed attention does not use this mask, so these layers would attend
+    to the whole context. Comparing log-probs would not reveal this error, because the sequences of the self-check are shorter
+    than most windows. Models with chunked attention (Llama 4) are never packed: the two numbers always differ, because chunked
+    layers pass no window.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -350,7 +355,10 @@ def _recurrent_part(model: Any) -> str | None:
 def _packed(
     model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
 ) -> tuple[Any, PackLayout]:
-    """Score the sequences as one pack; return their values, and the layout with its record of attention calls and kernels."""
+    """Score the sequences as one pack, and return (log-probs, layout).
+
+    The layout contains a record of the attention calls and of the kernels that they used.
+    """
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token and, in a pack, from one sequence to the next")

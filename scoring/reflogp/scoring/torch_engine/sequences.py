@@ -57,8 +57,8 @@ class SequenceImages:
     """The images of a prompt, in the order in which they appear.
 
     Attributes:
-        pictures: the images.
-        counts: number of tokens for each image.
+        pictures: for each image, an object that can load it.
+        counts: number of image tokens of each image.
         vision: the model's processor.
         independent: True if an image's features do not depend on the prompt's other images.
     """
@@ -88,12 +88,12 @@ class Sequence:
     """A prompt and a completion. The tokens of the completion are scored.
 
     Attributes:
-        prompt_ids: token ids of the prompt, at least one, because a token without any context has no log-prob.
+        prompt_ids: token ids of the prompt. At least one is needed, because a token without any context has no log-prob.
         completion_ids: token ids of the completion, at least one.
-        attention_mask: for a row of a padded batch, 0 for padding tokens and 1 for other tokens; None for a sequence without
-            padding. A row with a mask is passed, together with the mask, to the model's own forward method, which chooses the
-            position ids. Padding tokens in the row's completion get values too. If the model's positions are absolute, padding
-            on the left changes all values.
+        attention_mask: for a row of a padded batch, a value for each token: 0 for padding tokens and 1 for other tokens. None
+            for a sequence without padding. A row with a mask is passed, together with the mask, to the model's forward method,
+            which chooses the position ids. Padding tokens in the row's completion get log-probs too. If the model's positions
+            are absolute, padding on the left changes all log-probs.
         images: the images of the prompt; None for a text-only sequence. In prompt_ids, each image token is represented by an
             image id (see reflogp.store.images).
 
@@ -165,9 +165,9 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
 
     Args:
         count: number of sequences.
-        problems: dict of index -> reason, for the sequences that were skipped. Error messages among `outcomes` are added to
-            this dict.
-        outcomes: (index, outcome) for each of the other sequences, in any order.
+        problems: dict from the index of each skipped sequence to the reason. Error messages among `outcomes` are added to this
+            dict.
+        outcomes: (index, outcome) tuples, one for each of the other sequences, in any order.
 
     Raises:
         InvalidSequencesError: some sequences have no values. The error's `results` contain the values of all other sequences.
@@ -196,8 +196,8 @@ def passes_over(
         sequences: sequences that the engine can score.
         skip: indices of sequences to skip.
         size: maximum number of sequences in each group that `flow` gets.
-        before: function that is called before the engine starts each pass; its argument is a list of the indices of the pass's
-            sequences in `sequences`.
+        before: function that is called before the engine starts each pass. Its argument is a list that contains the index in
+            `sequences` of each of the pass's sequences.
         flow: the engine's `flow`. Its arguments are the groups of sequences, and a function or None. `flow` must call this
             function before each pass, with a list of the indices of the pass's sequences. These indices are counted from 0
             across all groups.
@@ -217,10 +217,10 @@ class Operations:
 
     Attributes:
         plain: number of operations for scoring each sequence in a separate forward pass.
-        computed: number of operations in the completed passes, with shared tokens counted once. Operations for the padding
-            that the engine adds or for masked pairs of tokens are not counted, nor are those of passes that ran out of memory.
-            Operations for tokens that a sequence's attention mask hides are counted. The device executed at least `computed`
-            operations.
+        computed: number of operations in the completed passes, with shared tokens counted once. Passes that ran out of memory
+            are not counted. Padding that the engine adds is not counted, nor are query-key pairs that the model's attention
+            excludes (for example, if the key comes after the query). Tokens that a sequence's `attention_mask` hides are
+            counted like all other tokens. The device executed at least `computed` operations.
     """
 
     plain: float = 0.0

@@ -68,7 +68,7 @@ class Answer(NamedTuple):
     Attributes:
         at: index of the request in the list passed to `Transport.ask`. In the vLLM process and in an `answers_table`, it is
             the request's number instead (see `requests_body`).
-        values: log-probs of the completion, float32, or None if vLLM returned none.
+        values: log-probs of the completion, float32, or None if vLLM returned no log-probs.
         cached: number of tokens that vLLM read from its prefix cache.
         problem: why vLLM cannot score the sequence, or None.
     """
@@ -90,7 +90,7 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
     predict the completion, instead of reading them from its cache.
 
     Args:
-        values: float32 array, or None if the response contains no values.
+        values: the log-probs in the response, float32, or None if it contains no log-probs.
         cached: number of tokens that vLLM read from its cache instead of computing them.
         sequence: the sequence that was scored.
     """
@@ -120,10 +120,12 @@ REQUESTS = pa.schema(
         ("image_token", pa.int64()),
     ]
 )
-#: Schema of the distinct images of a list of requests.
+#: Schema of the distinct images of a list of requests. `digest` is the image's `pixel_digest`, and `file` contains the bytes of
+#: an image file.
 PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
-#: Schema of responses. `number` is the request's number. `token_logps` contains the completion's log-probs, or null if there
-#: are none. `cached` is the number of tokens that were read from the prefix cache.
+#: Schema of responses. `number` is the request's number. `token_logps` contains the completion's log-probs, or null if vLLM
+#: returned no log-probs. `cached` is the number of tokens that were read from the prefix cache. `problem` says why vLLM cannot
+#: score the sequence, or is null.
 ANSWERS = pa.schema(
     [("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32()), ("problem", pa.string())]
 )
@@ -169,7 +171,7 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
     """Return responses as a table with the schema ANSWERS.
 
-    The `at` of each response must be the number under which `requests_body` encoded its request, not the request's index.
+    The `at` of each response must be the number that `requests_body` encoded with the request, not the request's index.
     """
     return _table(answers, ANSWERS)
 

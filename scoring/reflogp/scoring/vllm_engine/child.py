@@ -46,8 +46,8 @@ class VllmProcess:
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
         loading: vLLM's arguments, from `vllm_options`.
-        unchanged: function that returns a context manager. vLLM loads the model inside its `with` block, which raises
-            FileChangedError if the model's files are not those of the reference.
+        unchanged: function that returns a context manager. vLLM loads the model while the context manager is active. The
+            context manager raises FileChangedError if the model's files are not those of the reference.
 
     Raises:
         UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
@@ -156,7 +156,10 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """Return a queue for the responses to these requests. None in the queue means that no more responses will come."""
+        """Return a queue for the responses to the requests with these numbers.
+
+        None in the queue means that no more responses will come.
+        """
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -213,7 +216,7 @@ class _Running:
         numbers = [next(self._numbers) for _ in requests]
         inbox = self._inboxes.open(numbers)
         if requests:
-            with contextlib.suppress(BrokenPipeError):  # the reading thread also notices when the process ends
+            with contextlib.suppress(BrokenPipeError):  # if the process has exited, `_read` closes the inboxes
                 self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)
@@ -257,7 +260,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
             f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
             "'reflogp[vllm]') and name its Python interpreter with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
-    # If one of vLLM's child processes fails, vLLM's exception says only that it has exited. The cause is in the log.
+    # If one of vLLM's child processes fails, vLLM's exception says only that the child has exited. The cause is in the log.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
@@ -265,7 +268,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process and its children: close its stdin, wait for it to exit, and kill its process group."""
+    """Stop a process and its children: close the process's stdin, wait until it exits, and kill its process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

@@ -76,8 +76,8 @@ def common_prefix(one: Sequence, other: Sequence) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-#: Maximum number of sequences in a group that `passes` forms. The sequences of a group are sorted together, and can read each
-#: other's cached prefixes.
+#: `passes` splits its sequences into groups of at most this many. The sequences of a group are sorted together, and can read
+#: each other's cached prefixes.
 _WINDOW = 8_192
 #: Maximum total size of a pass's encoded images, in bytes. Two passes are in flight at the same time.
 _IMAGE_BYTES = 256 << 20
@@ -109,11 +109,11 @@ class Transport(Protocol):
     def block_size(self) -> int | None:
         """Number of tokens in a block of vLLM's cache.
 
-        None if responses show which values vLLM did not compute; every sequence may then read the cache.
+        None if responses show which values vLLM did not compute. In this case, every sequence may read the cache.
         """
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return a clause that says why vLLM cannot score a sequence with these images, or None if it can."""
+        """Return why vLLM cannot score a sequence with these images, as part of an error message; None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests at once; yield responses as they arrive.
@@ -154,9 +154,9 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
         vocab_size: number of tokens in the model's vocabulary.
-        claim: entries to add to the provenance. If vLLM runs as a server, whose weights reflogp cannot read, the entries say
-            whether `server.check_claim` has compared the server's log-probs with locally computed ones. Empty if vLLM runs as
-            a local process.
+        claim: dict of entries that `provenance` adds. If vLLM runs as a server, whose weights reflogp cannot read, the entries
+            say whether `server.check_claim` has compared the server's log-probs with locally computed log-probs. The dict is
+            empty if vLLM runs as a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:

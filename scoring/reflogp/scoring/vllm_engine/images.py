@@ -1,6 +1,6 @@
 """Convert sequences with images into prompts for vLLM without changing the sequences' token ids.
 
-The conversion runs in vLLM's process. The engine's process uses only `library_of`.
+The conversion runs in the vLLM process. The process that runs reflogp's engine uses only `library_of` from this module.
 
 By default, vLLM generates the tokens of an image itself, from a placeholder in the prompt. This module instead passes each
 image separately to vLLM's processor, and compares the generated tokens with the caller's token ids. If the tokens differ, the
@@ -83,8 +83,8 @@ class ImagePrompts:
     def prompt(self, request: Request, salt: str) -> Any:
         """Return vLLM's prompt for a sequence with images.
 
-        Raise ImageRefusedError if an image cannot be processed, or if the tokens that vLLM generates for it differ from its
-        tokens in the sequence.
+        Raise ImageRefusedError if an image cannot be processed, or if the tokens that vLLM generates for an image differ from
+        the image's tokens in the sequence.
         """
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -109,10 +109,10 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return a test image, which is scored when vLLM starts, as (pixel digest, PNG file, token ids, image token's id).
+        """Return (pixel digest, PNG file, token ids, id of the model's image token) of a test image.
 
-        In the token ids, an image id (see reflogp.store.images) represents each image token. `shade`, from 0 to 255, determines
-        the image's two colors.
+        Test images are scored when vLLM starts. In the token ids, each image token is represented by an image id (see
+        reflogp.store.images). `shade`, from 0 to 255, determines the image's two colors.
         """
         import io
 

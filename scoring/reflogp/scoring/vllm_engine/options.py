@@ -18,8 +18,8 @@ from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter, Checkpoint
 from reflogp.store.images import image_token
 
-#: The arguments of `vllm.LLM` that users may set. They change how vLLM uses the machine; other arguments could change the
-#: values.
+#: The arguments of `vllm.LLM` that users may set. They change only how vLLM uses the machine. Other arguments could change the
+#: log-probs.
 ALLOWED = frozenset(
     {
         "attention_backend",
@@ -39,16 +39,17 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
-#: Model families (`model_type`) for which vLLM's values with images agree with transformers'. The tests in tests/vllm compare
-#: them.
+#: Model families (`model_type`) for which the log-probs that vLLM computes for sequences with images agree with those that
+#: transformers computes. The tests in tests/vllm compare these log-probs.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
-#: What vLLM needs for images -> names of the files that can provide it. For each entry, the model's folder must contain at
-#: least one of the files.
+#: Dict from each component that vLLM needs for images to the names of the files that can define the component. For each
+#: component, the model's folder must contain at least one of these files.
 _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
-#: Model families for which vLLM's values with images differ from transformers' -> the reason, as a clause.
+#: Dict from each model family for which vLLM and transformers compute different log-probs of sequences with images to a clause
+#: that states the reason.
 WRONG = {
     "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only instead of both, and "
     "vLLM's GPU build has not been tested with these models"
@@ -56,8 +57,9 @@ WRONG = {
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Parts of the tensor names of embeddings and output layers. An adapter with such a tensor is refused, because vLLM would apply
-#: the adapter incorrectly (for the output layer, see github.com/vllm-project/vllm/issues/51594).
+#: If a tensor's name contains one of these strings, the tensor belongs to an embedding or output layer. An adapter with such a
+#: tensor is refused, because vLLM would apply the adapter incorrectly (for the output layer, see
+#: github.com/vllm-project/vllm/issues/51594).
 _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
 
 
@@ -68,7 +70,7 @@ class Loading:
     Attributes:
         options: arguments for `vllm.LLM`.
         adapter: folder of the LoRA adapter, or None.
-        no_images: why vLLM cannot use this model to score rows with images, as a clause; None if it can.
+        no_images: clause that says why vLLM cannot use this model to score rows with images, or None if vLLM can.
     """
 
     options: dict[str, Any]
@@ -97,7 +99,7 @@ def parse_options(entries: list[str]) -> dict[str, Any]:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise UsageError if an argument is not in ALLOWED."""
+    """Raise UsageError if `options` contains an argument that is not in ALLOWED."""
     if refused := sorted(set(options) - ALLOWED):
         raise UsageError(f"vLLM option {refused[0]} cannot be set; choose from {', '.join(sorted(ALLOWED))}")
 
@@ -133,7 +135,7 @@ def vllm_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
-        "max_model_len": -1,  # the maximum that the model allows and that fits in the cache
+        "max_model_len": -1,  # vLLM uses the greatest length that the model allows and the cache can hold
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tensor_parallel,
@@ -200,10 +202,12 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
 
 
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that make vLLM's rotary embeddings match transformers'; raise EngineError if no arguments can.
+    """Return `vllm.LLM` arguments with which vLLM computes the same rotary embeddings as transformers.
+
+    Raise EngineError if no arguments achieve this.
 
     With rotary embeddings of type "dynamic" or "longrope", the frequencies depend on the length of the sequence. vLLM chooses
-    them once, for the longest sequence that it accepts, but transformers chooses them for each forward pass. Therefore,
+    the frequencies once, for the longest sequence that it accepts. transformers chooses them for each forward pass. Therefore,
     "dynamic" is refused, and for "longrope" the arguments limit sequences to the model's original maximum length.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -238,7 +242,10 @@ def _rank(adapter: Adapter) -> int:
 
 
 def _targets(adapter: Adapter) -> list[str]:
-    """Return the last component of each adapted module's name: q_proj for "….self_attn.q_proj.lora_A.weight"."""
+    """Return the last component of each adapted module's name.
+
+    For the tensor "….self_attn.q_proj.lora_A.weight", for example, the component is "q_proj".
+    """
     names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
     return sorted({name.rpartition(".")[2] for name in names})
 

@@ -28,12 +28,12 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import first_line
 
-#: Maximum number of requests in vLLM at the same time, as a multiple of its batch size: one batch runs while the next one
-#: waits.
+#: Maximum number of requests in vLLM at the same time, as a multiple of vLLM's batch size. With 2, the next batch is already
+#: waiting while a batch runs.
 _WAITING = 2
-#: Fraction of the cache that all requests in flight may need together. If the cache were full, vLLM would preempt and restart a
-#: request. The restarted request could read cache blocks that it had written itself, and vLLM computes no log-probs for the
-#: positions in these blocks.
+#: Maximum fraction of vLLM's cache that all requests in flight may need together. If the cache were full, vLLM would preempt
+#: and restart a request. The restarted request could read cache blocks that it had written itself, and vLLM computes no
+#: log-probs for the positions in these blocks.
 _ROOM = 0.9
 #: Lengths of the sequences that are scored in one batch at startup. Some problems do not occur with a single sequence.
 _PROBES = (4, 40, 9)
@@ -43,8 +43,8 @@ _CHECKED, _SAME = 8, 0.25
 #: Defaults for environment variables. VLLM_CPU_KVCACHE_SPACE (GiB) is set because vLLM on a CPU would otherwise use most of the
 #: memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
-#: Default arguments on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks. With
-#: `enforce_eager`, vLLM does not compile the model. Compiling takes minutes and does not make scoring faster.
+#: Default arguments for `vllm.LLM` on a CPU. With vLLM's default block size of 128 tokens, most prompts would share few blocks.
+#: With `enforce_eager`, vLLM does not compile the model. Compiling takes minutes and does not make scoring faster.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
 #: How long this process waits for a running step after stdin was closed, in seconds. vLLM's own processes exit when this
 #: process exits.
@@ -57,8 +57,8 @@ class Scorer:
     Args:
         options: arguments for `vllm.LLM`.
         adapter: folder of the LoRA adapter, or None.
-        no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If it is None, test
-            images are scored at startup.
+        no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If `no_images` is
+            None, test images are scored at startup.
 
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
@@ -71,7 +71,8 @@ class Scorer:
         batched_tokens: maximum number of tokens that vLLM processes in one step.
         images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
             processor for the model.
-        no_images: the argument, or the reason why the check with test images failed, or None if the check succeeded.
+        no_images: why vLLM cannot score rows with images, or None if it can. The reason is the argument `no_images` or, if the
+            argument is None, the message of an ImageRefusedError that was raised at startup.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
@@ -145,8 +146,8 @@ class Scorer:
         """Send a request to vLLM.
 
         Args:
-            number: number of the request, which its response contains as `at`.
-            request: the request.
+            number: number that identifies the request. The response contains it as `at`.
+            request: the sequence to score, and whether vLLM may read its prefix cache for this sequence.
             salt: only requests with the same salt can reuse each other's cached prefixes.
 
         Raises ImageRefusedError if vLLM cannot score the request because of its images.
@@ -203,7 +204,7 @@ class Scorer:
     def _values(self, output: Any, count: int) -> Any:
         """Return the log-probs of the last `count` tokens, or None if the response does not contain them.
 
-        With the method "prompt_logprob_token_ids", the number of log-probs is not checked here. The caller checks all responses
+        With the method "prompt_logprob_token_ids", the number of log-probs is not checked here. VllmEngine checks all responses
         (see `answers.believable`).
         """
         if self.method == "prompt_logprob_token_ids":
@@ -226,7 +227,7 @@ class Scorer:
             try:
                 for number, length in enumerate(_PROBES):
                     self.add(number, Request(np.zeros(length, np.int64), length // 2, False), "probe")
-            except Exception as error:  # ValueError or an exception class of vLLM, depending on its version
+            except Exception as error:  # ValueError or vLLM's own exception class, depending on vLLM's version
                 if method not in str(error) or method == "prompt_logprobs":
                     raise
                 continue

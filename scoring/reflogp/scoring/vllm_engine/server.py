@@ -86,12 +86,13 @@ _ANSWER_SECONDS = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
 #: If all attempts have failed for this many seconds, a warning says that reflogp is waiting for the server.
 _SAID_SECONDS = 3.0
-#: Status codes after which a request is retried. `_AWAY`: the server is overloaded, or the server or a proxy is restarting.
-#: `_LATER` also contains 500, which a server sends while it shuts down. Requests that test what the server supports are retried
-#: only after the codes in `_AWAY`, because a server may also send 500 for a request that it does not support.
+#: Status codes after which a request is retried. The codes in `_AWAY` mean that the server is overloaded, or that the server or
+#: a proxy is restarting. `_LATER` also contains 500, which a server sends while it shuts down. Requests that test what the
+#: server supports are retried only after the codes in `_AWAY`, because a server may also send 500 for a request that it does
+#: not support.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: Maximum number of tokens in all passes in flight, divided by the maximum number of concurrent requests.
+#: The maximum number of tokens in all passes in flight together is this number times the maximum number of concurrent requests.
 _TOKENS_EACH = 1024
 
 
@@ -101,7 +102,7 @@ class ServerPlace:
 
     Attributes:
         url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
-        model: the server's name for the reference model, or None for the only model that the server serves.
+        model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
         key: API key for the server, or None.
         concurrency: maximum number of concurrent requests.
         patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
@@ -279,8 +280,8 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "") if listed else "none"
 
 
-#: (prompt, completion) lengths of the sequences that `check_claim` scores: three of at most 512 tokens and one longer sequence.
-#: With speculative decoding, vLLM's values can be wrong for prompts of up to 512 tokens
+#: (prompt length, completion length) of each sequence that `check_claim` scores. Three sequences have at most 512 tokens, and
+#: one is longer. With speculative decoding, vLLM's values can be wrong for prompts of up to 512 tokens
 #: (github.com/vllm-project/vllm/issues/53488).
 _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 
@@ -290,7 +291,8 @@ def check_claim(
 ) -> dict[str, Any]:
     """Check that a server serves the reference: compare the server's values for a few sequences with values computed locally.
 
-    Return a dict with the result, to be added to the engine's provenance.
+    Return the entries to add to the engine's provenance: `reference`, which is "checked", and `reference_difference`, the root
+    mean square difference between the server's values and the local values in nats.
 
     Args:
         engine: engine that is connected to the server.

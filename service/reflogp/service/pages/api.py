@@ -41,7 +41,7 @@ class Field:
         kind: type of the value in words. For a parameter, also where it is sent, such as "query, integer".
         default: default value as JSON, "required" if there must be a value, or "" if the value can be left out and has no
             default.
-        about: description.
+        about: description of the parameter or field.
     """
 
     name: str
@@ -152,7 +152,7 @@ def _content(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Return the type that a JSON schema allows in words, such as "string or null" or "list of integer"."""
+    """Describe in words the type that a JSON schema allows, such as "string or null" or "list of integer"."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

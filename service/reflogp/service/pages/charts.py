@@ -27,8 +27,8 @@ from reflogp.scoring.reports.chart_frame import (
 from reflogp.service.models import Histogram
 from reflogp.store.texts import counted, duration, number
 
-#: Possible seconds between two ticks on a time axis: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours.
-#: Longer steps are multiples of half a day.
+#: Possible distances between two ticks on a time axis, in seconds: 1, 2, 5, 10, 15 and 30 seconds or minutes, and 1, 2, 5 and
+#: 10 hours. Longer distances are multiples of half a day.
 _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10, 15, 30) if size * count < 43200]
 
 
@@ -109,7 +109,7 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
 
 
 def _time_ticks(end: float) -> list[float]:
-    """Return up to six ticks from 0 to `end` seconds."""
+    """Return the positions of up to six ticks on a time axis from 0 to `end`, in seconds."""
     if end < 4:
         return round_ticks(0, end, 4)
     step = next((step for step in _TIME_STEPS if end / step <= 5), None)

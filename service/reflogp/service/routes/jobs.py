@@ -21,7 +21,7 @@ from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
 from reflogp.store.windows import TruncationMode
 
-#: Media type -> file suffix, for datasets sent as the request body when a job is submitted.
+#: A job can be submitted with the dataset as the request body. This dict maps each allowed media type to its file suffix.
 DATASET_TYPES = {
     "application/x-ndjson": ".jsonl",
     "application/jsonl": ".jsonl",
@@ -33,11 +33,12 @@ _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: Bytes of memory needed for each job on a page while it is read, validated and written, and the maximum for the whole page.
+#: To read, validate and write a page of jobs, a request reserves _JOB_COST bytes of memory for each job, and at most _PAGE_COST
+#: bytes in total.
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
 #: Bytes of memory needed for a report while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
-#: Description of each setting in the query string.
+#: OpenAPI description that all settings in the query string share.
 _IN_QUERY = "Same as the field with this name in a JSON body. Used only if the request body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
@@ -83,8 +84,8 @@ def jobs_router(context: Context) -> APIRouter:
         job names a path, also by the path. Priority and title are not compared.
 
         If the existing job has failed or was cancelled, it is queued again. Otherwise, it is returned as it is, with one
-        exception: if it is done, no key was sent, and the dataset is named by a URI or its rows refer to image files, a new job
-        is created, because the data may have changed.
+        exception: without a key, a new job is created if the existing job is done and the data may have changed since then.
+        This is the case if the dataset is named by a URI, or if its rows refer to image files.
 
         The body is either JSON that names a dataset, or the dataset itself, with the settings in the query string.
         """

@@ -44,8 +44,8 @@ _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
 _KEYS_COST = 2
 #: Additional bytes reserved for each Arrow request, for decoding and for the schema.
 _MARGIN_BYTES = 64 << 10
-#: Maximum number of token values in a JSON response, and bytes of memory for each: a Python number, its list entry, and about
-#: 20 characters of JSON.
+#: Maximum number of token values in a JSON response, and bytes of memory needed for each value (a Python number, its list
+#: entry, and about 20 characters of JSON).
 _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
@@ -128,7 +128,7 @@ def lookups_router(context: Context) -> APIRouter:
         return References(store=hide_secrets(registry.store.uri), references=await to_thread.run_sync(described))
 
     def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
-        """Look keys up. If `values` is set and the keys' values take more than `most` bytes, raise Problem 413."""
+        """Look keys up. Raise Problem 413 if `values` is set and the keys' token values take more than `most` bytes."""
         found = snapshot.find(keys)
         if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
             raise Problem(413, f"the values of these keys take more than {most:,} bytes", "look up fewer keys in one request")
@@ -138,10 +138,11 @@ def lookups_router(context: Context) -> APIRouter:
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the number of bytes to reserve for a lookup that needs `held` bytes, plus `reading` bytes for token values.
+        """Return how many bytes to reserve for a lookup that needs `held` bytes, and `reading` more bytes to read token values.
 
-        Row groups are always read as a whole, so reading a single row group may need more memory than one request may reserve.
-        The sum is therefore limited to the maximum that one request may reserve, but the result is never less than `held`.
+        Row groups are always read as a whole, so a single row group can take more memory than one request may reserve. The sum
+        of `held` and `reading` is therefore limited to the maximum that one request may reserve, but the result is never less
+        than `held`.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
@@ -216,8 +217,8 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
 async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
     """Return a response that streams Arrow batches.
 
-    Batches are created while the response is being sent. The first batch is created before the status is sent, so that an
-    unreadable store results in an error status rather than in a truncated response. If a later batch cannot be read, the
+    The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
+    a truncated response. Later batches are created while the response is being sent. If a later batch cannot be read, the
     response is truncated.
     """
     first = await to_thread.run_sync(lambda: list(islice(messages, 2)))

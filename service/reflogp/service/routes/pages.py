@@ -33,9 +33,9 @@ from reflogp.store.commands import repair_command
 from reflogp.store.texts import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
-#: Number of jobs per page, and maximum size of a sign-in form in bytes.
+#: Number of jobs per page of the list of jobs, and maximum size of a sign-in form in bytes.
 _JOBS, _FORM_BYTES = 50, 16 << 10
-#: Headers of every page, in addition to those that the module `sites` adds to every response.
+#: Headers of every page. The module `sites` then adds its HEADERS, except those that are already set here.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
@@ -122,7 +122,8 @@ class _Pages:
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in a route that checks the session, shows errors as pages and adds headers to the response.
 
-        If the scope is None, no session is required.
+        If the settings contain tokens, the session's token must have the scope `scope`. If `scope` is None, no session is
+        required.
         """
 
         async def answer(request: Request) -> Response:
@@ -273,7 +274,7 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Replace control and invisible characters in a value that a template displays with visible escapes, such as ``\\u202e``.
+    """Escape control and invisible characters in a value that a template displays, for example as ``\\u202e``.
 
     Line ends and tabs are kept. Values that are not text are returned unchanged.
     """
@@ -281,10 +282,10 @@ def _shown(value: object) -> object:
 
 
 def _local(target: str) -> str:
-    """Return `target` if it is a path on this service; otherwise return the path of the list of jobs.
+    """Return `target` if it is a path on this service; otherwise return "/", which shows the list of jobs.
 
     Some targets look like local paths but make browsers open another site: browsers treat //host as a URL of that host, read a
-    backslash as a slash, and ignore tabs and line ends. Such targets are rejected.
+    backslash as a slash, and ignore tabs and line ends. For such targets, return "/" too.
     """
     fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fits else "/"

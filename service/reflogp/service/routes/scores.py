@@ -33,11 +33,13 @@ from reflogp.store.schema import ARROW_STREAM, one_array
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: Status that nginx logs when a caller has disconnected. Here it is used only in metrics.
 _CLIENT_GONE = 499
-#: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
+#: A body of at most this many bytes is decoded in the event loop, because starting a thread would take longer than decoding the
+#: body.
 _DECODED_AT_ONCE = 1 << 20
-#: Memory in bytes that an Arrow request needs: per byte of its body while the body is decoded, per value (a token id or a mask
-#: entry) while the request is scored, and a constant. Each value is stored four times: in a table, in the frame for the worker,
-#: in the pipe, and in a copy of the frame in case the worker dies. Later, each value of the response is stored as many times.
+#: Memory in bytes that an Arrow request needs: _BODY_COST per byte of its body while the body is decoded, _VALUE_COST per value
+#: (a token id or a mask entry) while the request is scored, and _MARGIN_BYTES in both cases. Each value is stored four times:
+#: in a table, in the frame for the worker, in the pipe to the worker, and in a copy of the frame that is kept in case the
+#: worker dies. Later, each value of the response is also stored four times.
 _BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 

@@ -33,7 +33,7 @@ _FILE_TYPES = (
     "application/zstd",
     "application/x-lz4",
 )
-#: Bytes of memory needed for a list of 10,000 uploads while it is read, validated and written.
+#: Bytes of memory needed for a list of 10,000 uploads while it is read from the ledger, validated and converted to JSON.
 _LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 

@@ -60,8 +60,8 @@ from reflogp.store.texts import counted, shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
-#: When the worker shuts down, its job has this many seconds to commit values, and the rest of the shutdown has the same time. A
-#: process that is still running after that exits with status 1.
+#: Maximum number of seconds for each of the two parts of a shutdown: first, the worker's job commits values; then, the current
+#: round of online requests is finished and the process exits. A process that is still running after both exits with status 1.
 _LAST_SECONDS = 20.0
 #: Maximum number of tokenizers kept in memory.
 _TOKENIZERS = 4
@@ -347,8 +347,8 @@ class Worker:
         """Return the reference with the given id.
 
         The first call for an id computes the reference from the model's folder, and raises ContentMismatchError if the folder's
-        content does not match the id. Later calls return the cached reference without reading the folder: whenever the model is
-        loaded, `_admit` and EngineChoice.make check that the folder still has the same content.
+        content does not match the id. Later calls return the cached reference without reading the folder. They need no check,
+        because `_admit` and EngineChoice.make check whenever the model is loaded that the folder still has the same content.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -406,7 +406,7 @@ def main() -> None:
     # Ctrl-C sends SIGINT to the whole process group, but the service decides when workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # undo an ignored SIGCHLD inherited from the parent process; otherwise the exit status of child processes would be lost
+    # the parent process may ignore SIGCHLD; if this process inherited that, the exit status of child processes would be lost
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # redirect stdout to stderr: what libraries print must not mix with the frames

@@ -2,9 +2,9 @@
 
 Online requests are served first. Requests with the same reference and temperature are computed together, in one round, if they
 fit into the engine's token budget. After each round, the loop runs one forward pass of the job, if the job has work, so that
-neither the job nor the requests wait long. A request waits for at most two passes of the job if its engine is loaded and no
-other requests are queued. While online requests keep arriving, the job's passes are kept short. The thread that calls `preload`
-and `run` owns the engines. All other public methods of EngineLoop may be called from any other thread.
+neither the job nor the requests wait long. A request waits for at most two passes of the job if the request's engine is loaded
+and no other requests are queued. While online requests keep arriving, the job's passes are kept short. The thread that calls
+`preload` and `run` owns the engines. All other public methods of EngineLoop may be called from any other thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _LOOK_AGAIN_SECONDS = 0.02
 #: Seconds between checks for newly read sequences of a job, once the engine has computed all sequences read so far.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
-#: The results of one forward pass: (index of a sequence, outcome of the sequence). Empty if there was nothing to compute yet.
+#: The results of one forward pass: a list of tuples, each with the index and the outcome of a sequence. The list is empty if
+#: there was nothing to compute yet.
 Landed = list[tuple[int, Outcome]]
 
 
@@ -98,13 +99,13 @@ class Answer:
 
 @dataclass
 class _Work:
-    """The sequences that a job passes to the engine loop, and the state of their computation.
+    """The sequences that the engine loop computes for a job, and the state of their computation.
 
     Attributes:
         groups, before: see EngineLoop.flow.
-        out: queue of results for the job. An entry contains the results of a forward pass and the number of floating-point
-            operations in the pass, or is an error, or is None after the last pass.
-        is_starved: True if the engine last found no new sequences in `groups`.
+        out: queue of results for the job. Each forward pass adds a tuple of its results and its number of floating-point
+            operations. After the last pass, None is added. If the computation cannot continue, an error is added.
+        is_starved: True if `groups` contained no new sequences when the engine last looked for them.
         idle_until: value of time.monotonic() before which `groups` is not checked for new sequences.
         passes: the generator returned by `begin`, or None if the computation has not begun.
         abandoned: True if the job no longer reads `out`.
@@ -206,7 +207,7 @@ class Engines:
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
         """Return True if an engine may be unloaded in favour of another engine.
 
-        This is allowed if the engine was loaded at least `resident_seconds` ago, or was last used at least `idle_seconds` ago.
+        This is so if the engine was loaded at least `resident_seconds` ago, or was last used at least `idle_seconds` ago.
         """
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
@@ -269,7 +270,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return what the engine is doing ("load" or "pass") and how many seconds ago this began, or None if it is idle."""
+        """Return the operation in progress ("load" or "pass") and the seconds since it began, or None if there is none."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 

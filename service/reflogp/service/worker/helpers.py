@@ -39,14 +39,14 @@ class Helpers:
 
     Attributes:
         count: number of workers that are helping with the job.
-        may_come: the argument `may_come`.
+        may_come: True if other workers may join as helpers.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
         self.count, self.may_come = 0, may_come
         self.job = job
         self._send = send
-        # a job may run twice in one process, so answers to requests of the first run may arrive during the second
+        # id of this run: if a job runs twice in one process, answers to requests of the first run may arrive during the second
         self._run = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -168,7 +168,8 @@ def _decoded(value: Any) -> Any:
 
 _LOOK_SECONDS = 0.1
 
-#: A request from the job's worker: (the message of the frame, the unit of work as bytes; empty if the method is "peak").
+#: A request from the job's worker: a tuple of the frame's message and the frame's body. The body contains a unit of work; it is
+#: empty if the method is "peak".
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -181,8 +182,9 @@ def help_with(
     check: Callable[[], None],
     vision: VisionCache,
 ) -> None:
-    """Help with a job until an error is raised, for example by `check`. The function never returns normally.
+    """Help with a job until an error is raised. The function never returns normally.
 
+    It raises the error of `check`, or the first error that the engine, the store or the scoring of a unit of work raises.
     Values computed before the error are committed. The job's worker reassigns the remaining units of work.
 
     Args:
@@ -191,8 +193,6 @@ def help_with(
             `answer` frame for each request.
         check: called repeatedly; raises an error to make this worker stop helping.
         vision: cache of the model's image processors.
-
-    Raises the error of `check`, or the first error of the engine, of the store or of a unit of work.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)
@@ -214,7 +214,7 @@ def help_with(
                 check()
                 if units.error is not None:
                     raise units.error
-                if failed:  # after this worker leaves, the job's worker reassigns units that were not answered
+                if failed:  # after this worker leaves, the job's worker reassigns the units without an answer
                     raise failed[0]
                 try:
                     pool.submit(answer, *asked.get(timeout=_LOOK_SECONDS))

@@ -46,7 +46,8 @@ _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
 #: Maximum number of sequences in a helper's unit of work. Units are small because the service's main process relays them.
 _UNIT_SEQUENCES = 1024
-#: Maximum number of different messages about bad rows that a job keeps in memory, and the message used for bad rows after that.
+#: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces every new
+#: message after that.
 _TEXTS, _ANOTHER = 10_000, "the row cannot be used"
 
 
@@ -115,7 +116,7 @@ class Progress(ProgressCallbacks):
     """Tracks a running job's progress. Reports it at most four times per second, and also after each commit and at the end.
 
     Attributes:
-        problems: row number -> reason why the row has no values.
+        problems: dict from row number to the reason why the row has no values.
 
     Args:
         job: the job's callbacks. Only `report` and `check` are called.
@@ -129,7 +130,7 @@ class Progress(ProgressCallbacks):
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # time of the last `read` before the first values
+        self._scoring_since: float | None = None  # time of the last call of `read` before values were computed
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -153,8 +154,8 @@ class Progress(ProgressCallbacks):
     def bad_row(self, row: int, problem: str) -> None:
         """Record why a row has no values.
 
-        Identical messages are stored only once. After 10,000 different messages, a generic message is recorded in place of
-        every new one.
+        Identical messages are stored only once. After 10,000 different messages, every new message is replaced with a
+        generic message.
         """
         problem = shortened(problem)
         if problem not in self._texts:

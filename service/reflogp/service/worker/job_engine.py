@@ -1,4 +1,4 @@
-"""Run a job's forward passes in turn with online requests, and isolate the sequences that crash workers.
+"""Run a job's forward passes alternately with online requests, and isolate the sequences that crash workers.
 
 JobEngine announces the keys of the sequences that are being computed on the device. If a worker dies, the service therefore
 knows which sequences the worker was computing.
@@ -21,7 +21,7 @@ from reflogp.store import sequence_keys
 
 
 class JobEngine:
-    """An Engine for `score_dataset` whose forward passes are computed by the engine loop.
+    """An Engine for `score_dataset`. All forward passes are computed by the engine loop.
 
     Args:
         loop: engine loop that computes the forward passes.
@@ -30,7 +30,8 @@ class JobEngine:
         reference_id: id of the engine's reference.
         suspects: keys (hex) of sequences, one of which may crash the worker. Suspects are scored separately, before the other
             sequences in their group: half of the suspects first, then half of the remaining suspects, and so on.
-        poison: key (hex) -> reason, for each sequence that must not be scored because it killed workers.
+        poison: sequences that must not be scored because they killed workers, as a dict from the sequence's key (hex) to the
+            reason.
         announce: called with the keys (hex) of this job's sequences that are being computed on the device, or with an empty
             list if there are none.
         check: called repeatedly; raises an error to stop the job.
@@ -85,7 +86,7 @@ class JobEngine:
         """Does nothing, because the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Pass groups of sequences to the engine loop, and yield the outcomes.
+        """Let the engine loop compute groups of sequences, and yield the outcomes.
 
         Meanwhile, announce which of these sequences are being computed on the device.
         """
@@ -126,7 +127,7 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """An iterator that passes on incoming groups of sequences, but holds back the suspects.
+    """An iterator over incoming groups of sequences, which holds back the suspects.
 
     Iteration stops at a group that contains suspects. After a call to `take_suspects`, iteration continues with the rest of
     that group.

@@ -21,7 +21,7 @@ class ModelConfig:
     Attributes:
         model: folder of the model or of a PEFT adapter, or a hub id.
         dtype: a dtype that `describe_reference` accepts.
-        lm_head_dtype: dtype of the logits, or None for `dtype`.
+        lm_head_dtype: dtype of the logits, or None if logits are computed in `dtype`.
         revision: revision of a hub model, or None for the main branch.
         engine: fields of EngineChoice, except device and token_budget, which the worker sets.
     """
@@ -42,7 +42,7 @@ class WorkerConfiguration:
     """Configuration of a worker.
 
     Attributes:
-        device: "auto", "cpu", "cuda:1", …
+        device: device of the worker's engines, such as "auto", "cpu" or "cuda:1".
         visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
         workers: number of workers in the service.
         sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
@@ -54,7 +54,7 @@ class WorkerConfiguration:
         tokens: folder of the token-id cache.
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
-        window_seconds: maximum time in seconds that an online request waits for other requests to be computed with it; see
+        window_seconds: maximum time in seconds that an online request waits for other requests to join its round; see
             EngineLoop.
         row_bytes, dataset_bytes, group_bytes: limits on reading datasets; see ReadBounds.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
@@ -84,7 +84,7 @@ class HelpOrder:
     """An order from the service to a worker to help with another worker's job.
 
     Attributes:
-        poison: key (hex) -> reason, for each sequence that must not be scored because it killed workers.
+        poison: see the argument of JobEngine.
     """
 
     job: str
@@ -127,8 +127,8 @@ class JobOrder:
 
 
 #: Schemas of the table in a request (SEQUENCES) and of the table in its response (OUTCOMES). Both tables have the same row
-#: order. If a sequence has an error, its values are null. MASKED_SEQUENCES is the schema for rows of padded batches, whose
-#: token ids include padding. Token ids are 32-bit, which is enough for every vocabulary and halves the memory that queued
+#: order. If a sequence has an error, its `token_logps` is null. MASKED_SEQUENCES is the schema for rows of padded batches,
+#: whose token ids include padding. Token ids are 32-bit, which is enough for every vocabulary and halves the memory that queued
 #: requests need.
 SEQUENCES = pa.schema([("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.int32()))])
 MASKED_SEQUENCES = SEQUENCES.append(pa.field("attention_mask", pa.list_(pa.int32())))

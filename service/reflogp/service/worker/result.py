@@ -162,17 +162,17 @@ def write_result(
     The result has one row for each row of the dataset, in dataset order. If the job's format is kto, each tokenized
     preference pair has two rows with the same row number. The result's columns are:
 
-    - `row`: row number in the dataset, starting at 0, int64.
+    - `row`: row number in the dataset, starting at 0 (int64).
     - For each completion: the key (16-byte binary), the sum of its log-probs (float32, nats) and the number of log-probs in
       this sum (int64).
-    - `error`: reason why the row has no values, string; null if it has values.
+    - `error`: reason why the row has no values (string), or null if it has values.
 
     The file's metadata has two entries, as in files written by `reflogp join`. `reflogp` contains the reference, the snapshot
     and the job's settings. `reflogp.coverage` contains the number of rows, the number of rows with values, and the coverage:
     the share of rows with values among all rows that are not dropped.
 
     Args:
-        problems: row number -> reason why the row has no values.
+        problems: dict from row number to the reason why the row has no values.
         check: called for each group of rows; raises an error to stop the job.
     """
     means, dropped, named = _Means(), 0, []
@@ -215,10 +215,10 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of tokenized rows, with the problems of rows that are not in the group (row number -> problem).
+    """Yield each group of tokenized rows, with a dict from row number to problem for rows that are not in the group.
 
-    Groups before the dataset's first readable row have no completion columns. They are not yielded; their problems are yielded
-    with the first group that has these columns.
+    Groups before the dataset's first readable row have no completion columns. These groups are not yielded, but their problems
+    are yielded with the first group that has these columns.
     """
     unread: dict[int, str] = {}
     for window in dataset:

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 #: Before a commit, the thread waits up to _SECONDS for more values, so that they are committed together. It does not wait if
 #: the values of _SEQUENCES sequences of one reference are already queued.
 _SECONDS, _SEQUENCES = 2.0, 4096
-#: Maximum number of tokens whose values may be waiting or being committed. A waiting token takes at most 8 bytes: 4 for its id
-#: and, in a completion, 4 for its log-prob. If values arrive faster than they are committed, the newest values are dropped.
+#: Maximum total number of tokens of the sequences that are waiting or being committed. A waiting token takes at most 8 bytes: 4
+#: for its id and, in a completion, 4 for its log-prob. If values arrive faster than they are committed, the newest values are
+#: dropped.
 _MOST_TOKENS = 8 << 20
 
 
 def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
-    """Return the values with a copy of their sequence.
+    """Return the same pair of sequence and log-probs, with a copy of the sequence.
 
     The copy is needed because the original sequence is a view that keeps its whole request in memory.
     """
@@ -42,7 +43,7 @@ class WriteBack:
 
     Args:
         store: store that values are committed to.
-        reference_of: returns the reference with the given id.
+        reference_of: function that takes a reference id and returns the reference model.
     """
 
     def __init__(self, store: Store, reference_of: Callable[[str], Reference]) -> None:
@@ -51,7 +52,7 @@ class WriteBack:
         self._commits: dict[str, Committer] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
-        self._tokens = 0  # tokens whose values are waiting or being committed
+        self._tokens = 0  # total number of tokens of the sequences that are waiting or being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()

@@ -50,7 +50,7 @@ class ReferenceAudit(TrainerCallback):
       values.
 
     - `forwards` stops the run if the trainer keeps a reference model, or if a language model other than the policy and the
-      reward functions runs in a training step. The policy is expected to run one forward pass per micro-batch, or two if the
+      reward models runs in a training step. The policy is expected to run one forward pass per micro-batch, or two if the
       batch has sequences for KTO's KL term. Additional passes of the policy stop the run if they run without gradients;
       otherwise, they are only reported. In trainers that generate text, the policy's passes are not checked.
 
@@ -63,9 +63,9 @@ class ReferenceAudit(TrainerCallback):
       joined columns. This comparison is made only for DPO with a single loss. Logged metrics that are not means over all
       processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
 
-    - `schedule` reports a step if global_step does not increase by exactly one, if the optimizer does not take exactly one
-      step, or if the step uses more micro-batches than gradient_accumulation_steps. The check also reports logs, evaluations
-      and saves that are missing although the settings require them. Additional logs, evaluations and saves are allowed.
+    - `schedule` reports a training step if it does not increase global_step by exactly one, if it does not contain exactly one
+      optimizer step, or if it uses more micro-batches than gradient_accumulation_steps. The check also reports logs,
+      evaluations and saves that are missing although the settings require them. Additional ones are allowed.
 
     - `spot_check` scores some random rows again when training begins, and stops the run if the results differ from the joined
       values by more than rounding errors can explain. The rows are scored by a service, by the policy with its adapter off, or
@@ -82,12 +82,12 @@ class ReferenceAudit(TrainerCallback):
         checks: names of the checks to run; all checks by default.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
             tolerance depends on the dtypes in which the policy and the reference compute, and is larger for mixtures of
-            experts. In this case, the run is also stopped if the two dtypes differ.
+            experts. With None, the run is also stopped if the two dtypes differ.
         spot_rows: maximum number of rows that `spot_check` scores again.
 
     Attributes:
         step_zero: result of the check `step_zero`, or None if this check has not run.
-        findings: the problems that each check found, by check name; checks without problems are not listed.
+        findings: dict from the name of each check that found problems to the list of these problems.
 
     Examples:
         >>> from reflogp.trainer import ReferenceAudit
@@ -308,7 +308,7 @@ class ReferenceAudit(TrainerCallback):
         if not there:
             self._found("columns", ["a collated batch has no reference columns"])
         bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
-        if bad is not None:  # read at the next log, because reading the flag at every step would stall the GPU
+        if bad is not None:  # on_log reads the flag, because reading it at every step would stall the GPU
             self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
 
     @property
@@ -512,8 +512,8 @@ def _words(check: str, problems: list[str]) -> str:
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
     """Attach an audit to a trainer and return the audit. If `audit` is False, attach nothing and return None.
 
-    If `audit` is None or True, the audit is a new `ReferenceAudit` with default settings. An audit without a tolerance of its
-    own uses `step_zero_tolerance`.
+    If `audit` is None or True, attach a new `ReferenceAudit` with default settings. An audit that was created without a
+    tolerance uses `step_zero_tolerance`.
     """
     if audit is False:
         return None

@@ -24,8 +24,8 @@ class ForwardCount:
     Attributes:
         policy: number of forward passes of the policy's decoder.
         policy_without_grad: number of the policy's passes that ran without gradients, as the passes of a reference model do.
-        others: number of forward passes of each language model that is neither the policy nor an allowed model, by class name
-            and number of parameters.
+        others: dict from a model's name (its class and number of parameters) to its number of forward passes. The dict contains
+            the language models that ran although they are neither the policy nor one of the allowed models.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:

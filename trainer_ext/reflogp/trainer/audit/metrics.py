@@ -20,9 +20,10 @@ import torch
 from reflogp.store.files import write_atomically
 from reflogp.trainer.ranks import gather
 
-#: Metrics that may differ between processes: times, rates, memory and operation counts, including ms-swift's names for them.
+#: Metrics whose names contain one of these strings may differ between processes. They are times, rates, memory sizes and
+#: operation counts, including those of ms-swift.
 _OWN = ("runtime", "per_second", "memory", "flos", "step_time", "train_speed")
-#: Largest result of `apart` for two metrics that count as equal.
+#: Two metrics count as equal if `apart` returns at most this value.
 _ROUNDING = 1e-4
 
 
@@ -44,7 +45,7 @@ class GlobalMeans:
     """Means of the joined columns over the batches since the previous log, for comparison with the metrics in the next log.
 
     Attributes:
-        compared: number of logs whose metrics were compared.
+        compared: number of logs that `check` has checked.
         worst: largest relative difference between a metric on this process and its mean over all processes.
     """
 
@@ -61,8 +62,8 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means. Call this method after each log of TRL's metrics, even one that a callback requested:
-        TRL's trainers then clear their metrics, so the next log does not cover the earlier batches."""
+        """Discard the recorded means. Call this method after each log of TRL's metrics, even if a callback requested the
+        log. TRL's trainers clear their metrics when they log them, so the next log does not cover the earlier batches."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
@@ -147,7 +148,7 @@ _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "acceler
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
     """Write the report atomically: a reader sees either the complete old report or the complete new report.
 
-    Numbers that are NaN or infinite, which JSON does not have, are written as the strings "nan", "inf" and "-inf".
+    JSON has no NaN or infinite numbers. Such numbers are written as the strings "nan", "inf" and "-inf".
     """
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}

@@ -20,12 +20,13 @@ class Schedule:
         args: the trainer's settings.
         max_steps: the run's total number of steps. Intervals below 1, such as eval_steps=0.1, are fractions of this number.
         first_step: global step at which the run was started or resumed.
-        every: for each event ("logging", "eval", "save"), the number of steps between two occurrences, if known. In a resumed
-            run, this number may differ from the settings, because transformers uses the intervals from the checkpoint.
+        every: dict from an event ("logging", "eval" or "save") to the number of steps between two occurrences. In a resumed
+            run, this number may differ from `args`, because transformers uses the intervals from the checkpoint. For an event
+            that is not in the dict, the interval in `args` is used.
         global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
-        happened: for each event, the global steps at which it happened.
+        happened: dict from each event to the list of global steps at which it happened.
     """
 
     args: Any
@@ -75,7 +76,7 @@ class Schedule:
             self.happened[event].append(step)
 
     def missed(self) -> list[str]:
-        """Describe the logs, evaluations and saves that were due by now but did not happen, in one message per type."""
+        """Describe the logs, evaluations and saves that were due by now but did not happen, in one message for each event."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}

@@ -152,7 +152,7 @@ def compared(
     Args:
         parts: the result of `differences` for each batch.
         allowed: largest accepted |policy - reference| / sqrt(tokens) of a sequence's summed log-probs. If None, the limit
-            depends on the dtypes and the type of model.
+            depends on the dtypes of the reference and the policy, and is larger for mixtures of experts.
         reference_dtype: dtype in which the reference log-probs were computed.
         policy: the policy, without wrappers such as DistributedDataParallel.
         accelerator: the trainer's accelerator, whose mixed precision may determine the policy's dtype. If None, the policy's

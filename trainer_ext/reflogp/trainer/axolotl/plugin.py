@@ -1,8 +1,8 @@
-"""Provide a plugin that makes axolotl train on stored reference log-probs, without a reference model.
+"""Provide a plugin that makes axolotl train with stored reference log-probs instead of a reference model.
 
 axolotl loads a reference model before it creates its trainer (axolotl/train.py, `setup_reference_model`). In full fine-tuning,
 axolotl loads this model even if the trainer would not use it. This module replaces `setup_reference_model` with a function
-that, in runs with the plugin, loads no model. The plugin also sets the trainer class. The rest of axolotl, including its
+that loads no model if the run uses the plugin. The plugin also sets the trainer class. The rest of axolotl, including its
 command and launchers, runs unchanged.
 """
 
@@ -55,8 +55,8 @@ axolotl.train.setup_reference_model = _no_reference_model
 
 
 class StoredReferencePlugin(BasePlugin):
-    """A plugin that makes axolotl train on stored reference log-probs. The section `reflogp:` of the YAML file says where they
-    are stored."""
+    """A plugin that makes axolotl train with stored reference log-probs. The section `reflogp:` of the YAML file says where the
+    log-probs are stored."""
 
     def get_input_args(self) -> str:
         """Return the name of the class that defines the plugin's keys in the YAML file."""

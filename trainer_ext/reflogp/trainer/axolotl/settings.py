@@ -82,7 +82,7 @@ class StoredReferenceSettings(BaseModel):
 
 
 class PluginSettings(BaseModel):
-    """The keys of axolotl's YAML file that the plugin defines."""
+    """The keys that the plugin adds to axolotl's YAML file."""
 
     reflogp: StoredReferenceSettings | None = None
 

@@ -50,8 +50,8 @@ def _base_model(cfg: Any) -> str:
 
 def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
     """Raise UsageError if axolotl has resized the vocabulary of `base_model`, for example to add tokens. axolotl initialises
-    the embeddings of new tokens at random, so the policy does not start from the reference's weights, which are those of
-    `base_model`."""
+    the embeddings of new tokens at random, so the policy does not start from the weights of `base_model`, which is the
+    reference."""
     base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
     before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
     if before != now:

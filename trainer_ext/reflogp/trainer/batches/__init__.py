@@ -1,4 +1,4 @@
-"""Supply frameworks other than TRL with reference log-probs for their training batches, from a store or a service.
+"""Supply frameworks other than TRL with reference log-probs from a store or a service for their training batches.
 
 Frameworks differ in how they tokenize, truncate and collate. Therefore, each framework's own code tokenizes the datasets.
 Before training starts, the reference log-probs of all tokenized rows are looked up. During training, the tokens of each row in

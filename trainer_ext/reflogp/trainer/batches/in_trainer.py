@@ -35,8 +35,9 @@ class StoredReference:
             process.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the stored values.
-        step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
-            tolerance depends on the dtypes and the type of model, and the policy and the reference must have the same dtype.
+        step_zero_tolerance: maximum of |policy - reference| / √tokens for each completion, where policy and reference are the
+            sums of the completion's log-probs in nats. If None, the tolerance depends on the dtypes and on whether the model is
+            a mixture of experts, and the policy and the reference must have the same dtype.
         on_finding: "fail" stops the run if the audit finds wrong reference values or an unexpected forward pass; "warn" only
             logs a warning.
     """
@@ -57,8 +58,8 @@ class BatchReferenceMixin(_AnyTrainer):
 
     Attributes:
         ref_model: the BatchReference that supplies the stored values.
-        joins: for each dataset, by name, a JoinRecord that says where the dataset's values come from. The records are also in
-            `output_dir/reflogp_audit.json`.
+        joins: dict from each dataset's name to a JoinRecord, which says where the dataset's values come from. The records are
+            also in `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
 
@@ -72,7 +73,8 @@ class BatchReferenceMixin(_AnyTrainer):
             rows_of: function that converts one of the framework's datasets to a TokenDataset.
 
         Raises:
-            UsageError: a dataset is a stream, whose rows cannot all be looked up before training, or the source cannot be used.
+            UsageError: the source cannot be used, or a dataset is a stream. (A stream's rows cannot all be looked up before
+                training.)
             MissingLogpsError, UnusableLogpsError, ReferenceLogpsError, RankFailedError: see BatchReference.
         """
         begin_report(self.args.output_dir, self.args.process_index)
@@ -109,8 +111,8 @@ class BatchReferenceMixin(_AnyTrainer):
 
     @contextmanager
     def policy_as_reference(self, model: Any) -> Iterator[None]:
-        """Within the block, replace the reference model with the policy, and turn off dropout and gradients, so that the
-        framework's code for the reference model computes the policy's log-probs."""
+        """Within the block, replace the reference model with the policy (`model`), and turn off dropout and gradients. The
+        framework's code for the reference model then computes the policy's log-probs."""
         stored, was_training = self.ref_model, model.training
         self.ref_model = model
         model.eval()

@@ -1,4 +1,4 @@
-"""Read the options (`--reflogp.…`) of commands that start a framework's training on stored reference log-probs."""
+"""Read the options (`--reflogp.…`) of commands that start a framework's training using stored reference log-probs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_options(
             describe it in `dtype`.
 
     Returns:
-        the options, the other arguments, and the parser.
+        A tuple of the parsed options that begin with --reflogp, the other arguments, and the parser.
     """
     parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
     add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
@@ -160,7 +160,7 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
     """Return the source of the reference log-probs.
 
     Args:
-        options: see `read_options`.
+        options: the options that `read_options` returned.
         model: the model that the framework would load as its reference. It is ignored if the options name the reference, and
             may then be None.
         dtype: dtype of the reference if the options do not set one.

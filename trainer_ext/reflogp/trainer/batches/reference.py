@@ -1,4 +1,4 @@
-"""Supply a framework's padded batches with stored reference log-probs, through an object that replaces the reference model.
+"""Define an object that replaces a framework's reference model and returns the stored log-probs of padded batches.
 
 The values of all rows are looked up before training, once per node. Sequences without values stop the run, unless the settings
 (on_miss="score" or run_command) request that these sequences are scored first.
@@ -52,7 +52,7 @@ class BatchReference(ReferenceDuringTraining):
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. During training, the
     tokens of each row in a batch identify the row's values, so shuffling and evaluation need no special handling. Each row of a
-    batch must be exactly one sequence of a dataset, with padding. Rows that combine several sequences are not supported.
+    batch must contain exactly one sequence of a dataset, plus padding. Rows that combine several sequences are not supported.
 
     Args:
         source: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums over whole
@@ -70,7 +70,7 @@ class BatchReference(ReferenceDuringTraining):
         RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
-        joins: for each dataset, by name, a JoinRecord that says where the dataset's values come from.
+        joins: dict from each dataset's name to a JoinRecord, which says where the dataset's values come from.
         where: the source, reference and snapshot of the values.
 
     Examples:
@@ -177,8 +177,8 @@ class Answered:
 
     Attributes:
         where: the source, reference and snapshot of the values.
-        scored: for each dataset, by name, the number of rows that were scored because they had no values. Datasets in which
-            every row already had values are omitted.
+        scored: dict from each dataset's name to the number of its rows that were scored because they had no values. Datasets in
+            which every row already had values are omitted.
     """
 
     where: Where
@@ -203,7 +203,7 @@ def look_up_rows(
             process.
 
     Returns:
-        the values, and a record of each dataset's lookup, by dataset name.
+        A tuple of the values and a dict from each dataset's name to the JoinRecord of its lookup.
 
     Raises:
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
@@ -263,7 +263,7 @@ def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
     except (ReferenceNotFoundError, StoreNotFoundError) as error:
         if source.is_service or source.described is None:
             raise
-        return None, str(error.__cause__ or error)  # the cause's text does not include the command for the whole dataset
+        return None, str(error.__cause__ or error)  # unlike `error`, the cause suggests no command for the whole dataset
 
 
 def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:

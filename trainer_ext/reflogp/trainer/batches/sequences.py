@@ -52,8 +52,9 @@ class LabelledColumns:
     A completion begins at the first token whose label is not -100.
 
     Args:
-        dataset: the dataset.
-        columns: one pair of column names for each sequence of a row: the column of token ids and the column of labels.
+        dataset: the `datasets.Dataset` to read.
+        columns: one tuple for each sequence of a row, with the name of the sequence's column of token ids and the name of its
+            column of labels.
 
     Raises UsageError if the dataset lacks any of these columns.
     """
@@ -108,7 +109,7 @@ class Sequences:
         table: table of n rows with the columns prompt_ids and completion_ids (large_list<uint32>), which `reflogp score` can
             read.
         row_keys: the result of `row_key` for each sequence's tokens.
-        of: for each dataset, by name, the row number in `table` of each of the dataset's sequences: int64 of shape
+        of: dict from each dataset's name to the row numbers in `table` of the dataset's sequences, int64 of shape
             (dataset rows, sequences per dataset row).
     """
 
@@ -117,7 +118,7 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the indices of the dataset rows that contain at least one selected sequence, for each dataset by name.
+        """Return a dict from each dataset's name to the indices of its rows that contain at least one selected sequence.
 
         Datasets without such rows are omitted.
 
@@ -190,11 +191,10 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Return the log-probs (in nats) of a sequence's completion tokens, or None if the sequence is not in the file. The
-        completion is at the end of `token_ids`.
+        """Return the log-probs (in nats) of a sequence's completion tokens, or None if the sequence is not in the file.
 
         Args:
-            token_ids: token ids of the prompt and the completion, without padding, shape (n,).
+            token_ids: token ids of the prompt, followed by those of the completion, without padding, shape (n,).
         """
         hi, lo = keys_as_words([row_key(token_ids)])
         first, last = np.searchsorted(self._hi, hi[0], "left"), np.searchsorted(self._hi, hi[0], "right")

@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-This module runs LLaMA-Factory's own launcher, which starts torchrun in the same cases as with `llamafactory-cli`. The
-functions that create LLaMA-Factory's reference model and trainers are replaced. UsageError is raised if the settings select
+This module runs LLaMA-Factory's own launcher, which starts torchrun in the same cases as with `llamafactory-cli`. It replaces
+the functions of LLaMA-Factory that create the reference model and the trainers. UsageError is raised if the settings select
 another training stage, Ray or Megatron.
 """
 
@@ -86,7 +86,7 @@ class Replacements:
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
     def trainer(self, trainer_class: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that creates a trainer of the given class, with stored reference log-probs."""
+        """Return a function that creates a trainer of the given class. The trainer uses stored reference log-probs."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
@@ -129,7 +129,7 @@ def main() -> None:
             return
         if not _starts_torchrun():
             _replace(Replacements(options), patches)
-        # The launcher passes its own __file__ to torchrun. With this file's name instead, the processes run this module.
+        # The launcher passes its __file__ to torchrun. With this module's file instead, torchrun's processes run this module.
         patches.enter_context(mock.patch.object(llamafactory.launcher, "__file__", __file__))
         llamafactory.launcher.launch()
 

@@ -1,4 +1,4 @@
-"""Train with LLaMA-Factory's DPO and KTO trainers on stored reference log-probs, with an audit of the run.
+"""Train with LLaMA-Factory's DPO and KTO trainers, using stored reference log-probs, and audit the run.
 
 The trainers override `compute_reference_log_probs`, which LLaMA-Factory calls for every batch (trainer.py in
 llamafactory/train/dpo and kto).
@@ -51,8 +51,8 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
     _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return a batch's stored sums as two float32 tensors of shape (pairs,): one for the chosen rows, one for the rejected
-        rows. For the IPO loss, return means over tokens instead of sums."""
+        """Return the sum of each row's stored log-probs, as two float32 tensors of shape (pairs,): one for the chosen rows, one
+        for the rejected rows. For the IPO loss, return means over tokens instead of sums."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
 
@@ -71,7 +71,7 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
     _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
 
     def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return a batch's stored sums of log-probs as three float32 tensors: one each for the desirable rows, the
+        """Return the sum of each row's stored log-probs, as three float32 tensors: one each for the desirable rows, the
         undesirable rows and the KL rows."""
         own, kl = (
             self.ref_model.sums(*(batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "labels")))

@@ -24,7 +24,7 @@ from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import default_config, with_own_tag
 
-#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
+#: Base class of the mixin: `object`, annotated as Any so that type checkers accept every attribute of a trainer.
 _AnyTrainer: Any = object
 
 
@@ -32,9 +32,9 @@ class RemoteReferenceMixin(_AnyTrainer):
     """Mixin that makes a TRL online trainer get its reference log-probs from a service.
 
     If TRL runs the policy on a batch before it needs the reference's log-probs, the trainer requests these log-probs just
-    before the policy's forward pass. It waits for the service's response only at the point where TRL would run the reference
-    model. List the mixin before the trainer among the base classes. The constructor takes the arguments of TRL's trainer and
-    these:
+    before the policy's forward pass. The trainer waits for the service's response only at the point where TRL would run the
+    reference model. List the mixin before the trainer among the base classes. The constructor takes the arguments of TRL's
+    trainer and these:
 
     Args:
         reference: the service, and the name of one of its reference models.
@@ -61,7 +61,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
     Attributes:
         ref_model: the RemoteReference; its attribute `traffic` says how much was requested and how long the trainer waited.
-        audit: the audit of the run.
+        audit: the ReferenceAudit of the run, or None if the run has no audit.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -124,9 +124,9 @@ class RemoteReferenceMixin(_AnyTrainer):
         """Return the service's values for a batch, float32 of shape (rows, completion tokens), on this process's device.
 
         Args:
-            batch: the batch.
-            policy: function that computes the policy's log-probs of the batch. It is called only for the first batch, to
-                compare its result with the service's values.
+            batch: the tokens of the batch, and which log-probs are needed.
+            policy: function that computes the policy's log-probs of the batch. It is called only for the first batch, whose
+                policy log-probs are compared with the service's values.
         """
         values = self.ref_model.collect(batch)
         if self.audit is not None and self.audit.wants_first_batch:

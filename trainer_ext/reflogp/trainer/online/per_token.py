@@ -1,8 +1,8 @@
 """Train with TRL's RLOOTrainer and GRPOTrainer while the reference model runs in a service.
 
-In each generation step, TRL calls `_get_per_token_logps_and_entropies` for the reference. RLOO always calls it for the policy
-first, and GRPO does so only if it needs old log-probs. The arguments and return values of this method differ between TRL
-versions.
+In each generation step, TRL calls `_get_per_token_logps_and_entropies` for the reference. RLOO always calls this method for the
+policy first. GRPO does so only in the cases that `RemoteGRPOTrainer` describes. The arguments and return values of this method
+differ between TRL versions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
     The constructor takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
 
     TRL runs the policy before it needs the reference's values if gradient_accumulation_steps is not a multiple of
-    steps_per_generation * num_iterations, or if it uses vLLM with importance sampling. In all other cases, including TRL's
+    steps_per_generation * num_iterations, or if TRL uses vLLM with importance sampling. In all other cases, including TRL's
     defaults, the trainer waits for the full duration of each request.
 
     Examples:

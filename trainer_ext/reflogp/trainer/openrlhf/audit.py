@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 CHECKS = ("forwards", "metrics", "schedule", "step_zero")
 #: Metrics that OpenRLHF logs only for a step's last micro-batch.
 _OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
-#: Metrics that OpenRLHF averages over all micro-batches of a step, each with the name of the averaged metric.
+#: Dict from each metric that is a mean over all micro-batches of a step to the metric of which it is the mean.
 _MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
 #: Allowed relative difference between a logged metric and its mean over all processes, to account for rounding to float32.
 _ROUNDING = 1e-4
@@ -39,12 +39,12 @@ class RunAudit:
     """An audit that checks an OpenRLHF run's stored reference log-probs, and checks that the run follows the trainer's
     settings.
 
-    The audit stops a run if the stored values are wrong, or if an unexpected forward pass runs. Any other
-    problem is logged as a warning and written to the report.
+    The audit stops a run if the stored values are wrong, or if an unexpected forward pass runs. Any other problem is logged as
+    a warning and written to the report.
 
-    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if another language
-      model runs while OpenRLHF gets the log-probs of the policy or of the reference. If the policy runs
-      fewer forward passes than expected, the audit only reports this.
+    - `forwards` stops the run if the policy runs more than one forward pass per micro-batch, or if another language model runs
+      while OpenRLHF gets the log-probs of the policy or of the reference. If the policy runs fewer forward passes than
+      expected, the audit only reports this.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
       log-probs by more than rounding errors can explain. If the policy's log-probs are NaN or infinite, the audit reports this
@@ -60,7 +60,8 @@ class RunAudit:
 
     Args:
         output_dir: folder in which to write reflogp_audit.json.
-        joins: a record of how each dataset's values were looked up, by dataset name; the report contains these records.
+        joins: dict from the name of each dataset to a record of how its values were looked up. The report contains these
+            records.
         on_finding: "fail" stops the run for the reasons given above; "warn" only logs a warning.
         step_zero_tolerance: maximum |policy - reference| for the sum of a completion's log-probs, in nats/√tokens. If None, the
             tolerance depends on the dtypes of policy and reference, and on the type of model. In that case, the run is also
@@ -68,8 +69,7 @@ class RunAudit:
 
     Attributes:
         step_zero: result of the comparison before the first step, or None if nothing was compared.
-        findings: the problems that each check found (at most 20 per check), by check name; checks without problems are not
-            listed.
+        findings: dict from the name of each check that found problems to a list of these problems (at most 20).
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class RunAudit:
         """Check that the policy runs `expected` forward passes within the block, and that no other language model runs.
 
         Args:
-            expected: the number of forward passes.
-            who: the model whose log-probs OpenRLHF gets within the block, for messages: "policy" or "reference".
+            expected: the number of forward passes that the policy should run.
+            who: "policy" or "reference", depending on whose log-probs OpenRLHF gets within the block. Only messages use it.
         """
         assert self._forwards is not None, "passes() was called outside fit()"
         self._forwards.begin()
@@ -249,7 +249,7 @@ class RunAudit:
             )
             logger.info("reflogp audit: %s (%s)", state, joined)
 
-    # Stop the run or warn because of findings, and write the report.
+    # The following methods collect the findings, stop the run or warn because of them, and write the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
         """Record problems that stop the run unless on_finding is "warn": wrong stored values, or unexpected forward passes."""
@@ -313,8 +313,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each property reads the current setting, because OpenRLHF's fit() runs after this object is created and replaces intervals
-    of -1 with the number of steps that they stand for (infinity for ckpt.save_steps).
+    Each property reads the current setting, because OpenRLHF's fit() changes the settings after this object is created. It
+    replaces an interval of -1 with the number of steps that -1 stands for (infinity for ckpt.save_steps).
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:

@@ -57,7 +57,7 @@ class CachedReference(BatchReference):
     Raises the errors of BatchReference.
 
     Attributes:
-        joins: a record of how and where each dataset's values were looked up, by dataset name.
+        joins: dict from the name of each dataset to a record of how and where its values were looked up.
         model: always None, because there is no model for OpenRLHF to prepare.
     """
 
@@ -93,7 +93,7 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; accepted because OpenRLHF passes them.
 
         Returns:
-            the log-probs that `token_logps` returns, of shape (2B, L - 1), and an empty dict in place of a model's output (in
-            which OpenRLHF looks for aux_loss).
+            a tuple of the log-probs that `token_logps` returns, of shape (2B, L - 1), and an empty dict. The dict takes the
+            place of a model's output, in which OpenRLHF looks for aux_loss.
         """
         return self.token_logps(input_ids, attention_mask), {}

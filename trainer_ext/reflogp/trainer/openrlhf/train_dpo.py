@@ -4,7 +4,7 @@
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
 OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two classes that the module imports are replaced:
-Actor, which creates the models, and DPOTrainer. This module runs once in each process, and can be started by any launcher.
+Actor, which creates the models, and DPOTrainer. reflogp's module runs once in each process, and can be started by any launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 
 import openrlhf.models
 import openrlhf.trainer.dpo_trainer
-import openrlhf.utils.deepspeed  # imported before patching: its isinstance(model, Actor) needs the real Actor
+import openrlhf.utils.deepspeed  # import it before Actor is replaced: its isinstance(model, Actor) needs the real class
 
 from reflogp.store import UsageError
 from reflogp.trainer.batches.options import read_options, source_of, warn_if_untested
@@ -26,7 +26,7 @@ from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
 from reflogp.trainer.source import ReferenceSource
 
 _MODULE = "openrlhf.cli.train_dpo"
-#: reflogp's dtype names, by the value of --ds.param_dtype.
+#: Dict from each value of --ds.param_dtype to reflogp's name of this dtype.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

@@ -1,4 +1,4 @@
-"""Train with OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run."""
+"""Train with OpenRLHF's DPOTrainer, using stored reference log-probs, and audit the run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         UsageError: an argument is incompatible with stored reference log-probs.
 
     Attributes:
-        joins: a record of each dataset's lookup, by dataset name ("train", "eval"). The records are also in
-            reflogp_audit.json in --ckpt.output_dir.
+        joins: dict from the name of each dataset ("train", "eval") to a record of how its values were looked up. The records
+            are also in reflogp_audit.json in --ckpt.output_dir.
         audit: the run's RunAudit.
     """
 
@@ -141,8 +141,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Compute the sums of log-probs of one batch with the policy (without dropout) and the reference, and return their
-        `differences`."""
+        """Return the `differences` between the policy's and the reference's sums of log-probs for one batch. The policy runs
+        without dropout."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

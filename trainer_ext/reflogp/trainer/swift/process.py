@@ -26,9 +26,10 @@ from reflogp.trainer.batches.options import names_reference, read_options, store
 from reflogp.trainer.swift.trainers import StoredDPOTrainer, StoredKTOTrainer  # noqa: E402
 
 _TRAINERS: dict[str, Callable[..., Any]] = {"dpo": StoredDPOTrainer, "kto": StoredKTOTrainer}
-#: The highest value of each setting with which stored values can be used; 0 means that the setting must be off.
+#: Dict from each restricted ms-swift setting to the maximum value that reflogp supports. 0 means that the setting must be off.
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
-#: Settings with which the reference may differ from the model in the folder that ms-swift loads (see `unclear_reference`).
+#: ms-swift settings that can change the reference, so that it differs from the model in the folder that ms-swift loads (see
+#: `unclear_reference`).
 _OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
 
 

@@ -21,9 +21,9 @@ _MEDIA = ("images", "videos", "audios")
 class EncodedRows:
     """A TokenDataset that reads an ms-swift dataset, which encodes each row when the row is read.
 
-    A row has one sequence in the columns that begin with `chosen_`, and one in those that begin with `rejected_`. For KTO, the
-    `chosen_` sequence is the row's own prompt and completion, whatever the row's label. The `rejected_` sequence is the one
-    for the KL term: the prompt with the completion of another row.
+    A row has one sequence in the columns that begin with `chosen_`, and another in the columns that begin with `rejected_`. For
+    KTO, the `chosen_` sequence is the row's own prompt and completion, whatever the row's label. The `rejected_` sequence is
+    the row's prompt with the completion of another row, and is used for the KL term.
 
     Raises UsageError for rows with images, videos or audio, in the constructor or while the rows are read.
     """

@@ -1,5 +1,6 @@
-"""Score a dataset on several workers with one engine each: in processes on this machine, on a Ray cluster, or in a service.
+"""Score a dataset on several workers, each with its own engine.
 
-The run's main process finds bad rows, duplicate sequences, and misses (sequences that the store lacks). It sends the misses to
-workers in units; the workers score them and commit the values.
+The workers run in processes on this machine, on a Ray cluster, or in a service. The run's main process finds bad rows,
+duplicate sequences, and misses (sequences that the store lacks). It sends the misses to workers in groups, which are called
+units. The workers score the units and commit the values.
 """

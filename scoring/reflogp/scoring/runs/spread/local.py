@@ -26,8 +26,8 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 from reflogp.store.storage import split_table_uri
 
-#: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost one need
-#: not import these modules again.
+#: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost worker
+#: does not have to import these modules again.
 _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
 
 
@@ -148,9 +148,12 @@ class _LocalWorker:
 
 
 def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> None:
-    """Run a worker's process: answer calls, several at a time, until the run's process closes the pipe or exits."""
+    """Answer the calls that arrive in a worker's process, several at a time.
+
+    The worker's process exits when the run's process closes the pipe or exits.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the run decides when workers end
-    os.dup2(2, 1)  # printed text must not end up in the run's output
+    os.dup2(2, 1)  # text that the worker prints goes to standard error, because it must not end up in the run's output
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     quiet_libraries()
@@ -165,7 +168,7 @@ def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> N
             raised = next(kind for kind in (UsageError, EngineError, ReflogpError) if isinstance(error, kind))(str(error))
         except BaseException as error:  # a library's error, whose class may not be picklable
             raised = ReflogpError(f"{type(error).__name__}: {error}")
-        with sending, contextlib.suppress(OSError):  # the run's process has exited
+        with sending, contextlib.suppress(OSError):  # raised if the run's process has exited
             pipe.send((number, value, raised))
 
     with ThreadPoolExecutor(IN_FLIGHT + 2) as pool:

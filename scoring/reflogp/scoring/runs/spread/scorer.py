@@ -28,11 +28,12 @@ from reflogp.store import LogprobTable, ReflogpError, UsageError
 
 #: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
-#: Numbers of failures in a row, with nothing scored in between, after which the cause is assumed to be the model or the device,
-#: not the rows, and workers get no more units. _LOSSES limits the number of ready workers whose engine raised an error.
-#: _KILLERS limits the number of sequences that killed two workers each.
+#: After this many failures in a row, with nothing scored in between, workers get no more units, because the cause is probably
+#: the model or the device, not the rows. For _LOSSES, a failure is a ready worker whose engine raised an error. For _KILLERS, a
+#: failure is a sequence that killed two workers.
 _LOSSES, _KILLERS = 3, 3
-#: Maximum number of seconds to wait for workers in each turn of the run's loop, without and with an engine in this process.
+#: Maximum number of seconds to wait for a worker's response in each turn of the run's loop. The second number applies if there
+#: is an engine in this process, and the first number if there is none.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
 #: Maximum number of seconds to wait for the peak matrix-multiplication rates of the workers' devices.
 _PEAK_SECONDS = 60.0
@@ -47,7 +48,7 @@ class Worker(Protocol):
     """
 
     def place(self) -> Future[str]:
-        """Describe where the worker runs. The future has a result as soon as this is known."""
+        """Return a description of where the worker runs. The future has a result as soon as the place is known."""
 
     def prepare(self) -> Future[dict[str, Any]]:
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
@@ -98,10 +99,11 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: the future that the worker's `place` returned; once it has a result, the future that `prepare` returned.
+        asked: the future that the worker's `place` returned. As soon as its result has arrived, it is replaced by the future
+            that `prepare` returned.
         name: description of where the worker runs; empty until this is known.
-        flying: units whose results have not arrived yet, oldest first; each with the future of its result and the time when it
-            was sent.
+        flying: for each unit whose result has not arrived yet, a tuple: the unit, the future of its result, and the time when
+            the unit was sent. The oldest unit comes first.
         landed_at: time when the worker's latest result arrived.
     """
 
@@ -309,8 +311,8 @@ class ParallelScorer:
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """Give this process's engine a unit if it is starved.
 
-        As long as the run uses workers, a unit on which a worker died is sent only to workers, because a sequence that kills
-        this process would stop the whole run.
+        As long as the run uses workers, suspect units (see Unit) are sent only to workers, because a sequence that kills this
+        process would stop the whole run.
         """
         if self._own is None or not self._own.is_starved():
             return
@@ -338,8 +340,8 @@ class ParallelScorer:
     def _may_have_more(self, member: _Member) -> bool:
         """Return True if a worker may get another unit now.
 
-        A unit on which a worker died is sent only to an idle worker, and that worker gets no other unit until it has scored
-        this one.
+        A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
+        suspect unit.
         """
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
@@ -440,7 +442,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return for how many seconds a worker was ready between the run's first unit and the run's latest result."""
+        """Return for how many seconds a worker was ready, from the start of scoring to the arrival of the latest result."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:

@@ -1,7 +1,9 @@
 """Queue misses for workers: group misses by prompt, divide them into units, and retry the units of lost workers.
 
-If a worker dies, each of its units is split into halves. If another worker dies on a half, the half is split again, and so on.
-A sequence is given up if two workers die on a unit that contains only this sequence.
+A miss is a sequence that the store lacks. A unit is a group of misses that one worker scores together.
+
+If a worker dies, each of its units is split into halves. If the worker that gets a half dies too, the half is split again, and
+so on. A unit with a single sequence is retried once; if a second worker dies, the sequence is given up.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class UnitQueue:
     """A queue of misses and of units to retry."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by prompt
+        self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by the prompt's digest
         self._again: deque[Unit] = deque()
         self._grouped = 0
 
@@ -71,7 +73,7 @@ class UnitQueue:
 
         Args:
             size: maximum number of sequences in a new unit.
-            suspects: False skips suspect units; see Unit.
+            suspects: whether the returned unit may be a suspect unit (see Unit). If False, suspect units stay in the queue.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -101,10 +103,10 @@ class UnitQueue:
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """Halve a unit on which a worker died, and queue both halves ahead of all other units.
+        """Halve a unit whose worker died, and queue both halves ahead of all other units.
 
-        A unit with a single sequence is queued again when a worker dies on it for the first time. After the second death, it is
-        not queued again, and its sequence is returned.
+        A unit with a single sequence is queued again after the first death of a worker. After the second death, the unit is not
+        queued again, and its miss is returned.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1
@@ -124,7 +126,10 @@ def _prompt(miss: Miss) -> bytes:
 
 
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
-    """Add a miss's images to a unit's `images` (digest -> size in bytes). If they do not all fit, add none and return False."""
+    """Add a miss's images to the images of a unit, and return True. If they do not all fit, add none and return False.
+
+    `images` is a dict from the digest of each image in the unit to its size in bytes.
+    """
     own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
     both = images | own
     if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:
@@ -145,7 +150,7 @@ class Rate:
         Args:
             sequences: number of sequences in the unit.
             seconds: number of seconds until the unit's result arrived, counted from the time when the unit was sent or from the
-                arrival of the worker's previous result, whichever is later. About 0 if both results arrive together.
+                arrival of the worker's previous result, whichever is later. It is about 0 if both results arrive together.
         """
         kept = 0.5 ** (seconds / _HALVED_SECONDS)
         self._sequences = kept * self._sequences + sequences
@@ -159,9 +164,16 @@ class Rate:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences for the next unit.
 
-    The number is a quarter of one worker's share of the remaining sequences, but at most what a worker scores in 30 seconds, at
-    least what it scores in 2 seconds, at most the worker's whole share, at least 8, and at most `most`. If two of these limits
-    contradict each other, the one listed later applies. Before the first result, the number is 8, or `most` if that is smaller.
+    The number is a quarter of one worker's share of the remaining sequences, within these limits. If two limits contradict each
+    other, the limit that is listed later applies.
+
+    1. At most the number of sequences that a worker scores in 30 seconds.
+    2. At least the number of sequences that a worker scores in 2 seconds.
+    3. At most the worker's whole share.
+    4. At least 8.
+    5. At most `most`.
+
+    Before the first result, the number is 8, or `most` if that is smaller.
 
     Args:
         left: approximate number of sequences that have not been sent to a worker yet.

@@ -1,8 +1,8 @@
-"""Encode units for workers. In a worker, score the units and commit the values.
+"""Encode units for workers. In the workers, decode and score the units, and commit the values.
 
 A unit consists of misses (sequences that the store lacks) that one worker scores together. It is sent as a compressed Arrow IPC
 stream, so that a prompt shared by many sequences takes little space. The unit's encoded images follow in a second stream, where
-each image occurs once. Workers commit the values themselves, so values are never sent back to the run.
+each image occurs once. Workers commit the values themselves, so values are never sent back to the run's main process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class _SentPicture:
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
     """Encode misses (sequences that the store lacks) for a worker.
 
-    Return the bytes, and a dict (miss -> reason) of the misses that were left out because an image cannot be read.
+    Returns:
+        A tuple: the encoded unit, and a dict of the misses that were left out because an image cannot be read. The dict maps
+        each of these misses to the reason.
     """
     places: dict[bytes, int] = {}
     files: list[bytes] = []
@@ -138,8 +140,8 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """Decode the bytes that `encode` returned.
 
     Args:
-        find_vision: function that is called for a unit with images. It gets the folder and settings of the run's image
-            processor, and returns a processor that has the same settings and was loaded on this machine.
+        find_vision: function that is called if the unit has images. It gets the folder of the run's image processor and the
+            digest of the processor's settings. It returns a processor with the same settings that was loaded on this machine.
     """
     reader = pa.BufferReader(content)
     table = pa.ipc.open_stream(reader).read_all()
@@ -232,12 +234,12 @@ class UnitScorer:
     """Scores units. It accepts several units at a time, so that the engine does not wait for the next unit.
 
     Args:
-        engine: the engine; its `flow` method is used only in a thread that this object starts.
-        table: table for the values.
-        vision: the image processors of the engine's model.
+        engine: engine that scores the units. Its `flow` method is used only in a thread that this object starts.
+        table: table to which the values are committed.
+        vision: cache of the image processors for the engine's model.
 
     Attributes:
-        provenance: provenance of the values.
+        provenance: how the values are computed: the version of reflogp, and what the engine's `provenance` method returns.
     """
 
     def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
@@ -262,7 +264,7 @@ class UnitScorer:
                 in the store are then not scored again.
 
         Returns:
-            A dict with three entries. "problems" is a dict of index -> reason, for the sequences that cannot be scored.
+            A dict with three entries. "problems" is a dict from the index of each sequence that cannot be scored to the reason.
             "snapshot" is the number of a snapshot that contains the values of all other sequences; it is None if every sequence
             has a problem and `again` is False. "operations" is an Operations object: the engine's operation counts since the
             previous call returned.
@@ -343,7 +345,7 @@ class _Asked:
     """The progress of a unit.
 
     Attributes:
-        problems: dict of index -> reason, for the sequences that cannot be scored.
+        problems: dict from the index of each sequence that cannot be scored to the reason.
         snapshot: number of a snapshot that contains all values of the unit that have been committed so far; None if no values
             have been committed yet and the unit is not retried (see `again` in UnitScorer.score).
         left: number of sequences that have neither values in the store nor a problem yet.
@@ -355,7 +357,7 @@ class _Asked:
 
 
 class ScoringWorker:
-    """A worker with one engine. Its arguments can be pickled, so that it can be created in another process.
+    """A worker with one engine. The arguments below can be pickled, so that the worker can be created in another process.
 
     Args:
         model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
@@ -385,7 +387,7 @@ class ScoringWorker:
             UsageError: the model is not found on this machine, or its weights differ from those of the reference.
             ReflogpError: the store or the engine cannot be used on this machine.
         """
-        os.environ.update(growing_segments(os.environ))  # torch reads the variable when it first uses the GPU
+        os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
         if not self._choice.gpus():
             torch.set_num_threads(self._threads)
         wanted = self._reference
