@@ -128,7 +128,7 @@ def test_rows_without_values_are_an_error_or_left_out(kind, rows, model, tmp_pat
     assert [row["ref_row"] for row in seen] == [0, 1, 2, *range(4, 10)]
     with pytest.raises(
         NotScoredError,
-        match=r"snapshot \d+ has no values for 3 rows \(row numbers, starting at 0: 9, 10, 11\).*reflogp score .* --store",
+        match=r"snapshot \d+ has no values for 3 rows \(0-based row numbers: 9, 10, 11\).*reflogp score .* --store",
     ):
         read(join(model, kinds(rows, tmp_path)[kind][0], tmp_path / "store", dtype="float32"))
 

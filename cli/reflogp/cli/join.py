@@ -52,7 +52,7 @@ def join(
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         skipped = counted(summary.missing, "row")
         err.print(
-            f"skipped {skipped} without values in snapshot {summary.snapshot} (row numbers, starting at 0: {named})",
+            f"skipped {skipped} without values in snapshot {summary.snapshot} (0-based row numbers: {named})",
             style="yellow",
         )
         err.print(f"score them: {arguments.command()}", markup=False)

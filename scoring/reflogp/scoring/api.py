@@ -289,7 +289,7 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
         named = ", ".join(map(str, summary.missing_row_numbers[:_NAMED_ROWS]))
         named += ", …" if summary.missing > _NAMED_ROWS else ""
         raise NotScoredError(
-            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')} (row numbers, starting at 0: "
+            f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')} (0-based row numbers: "
             f"{named}). Score the dataset with reflogp.scoring.score, or with `{command}`, or leave out such rows with "
             "on_miss='drop'",
             summary,

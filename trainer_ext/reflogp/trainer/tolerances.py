@@ -68,8 +68,8 @@ def explained(dtype: str) -> str:
     products = autocast_dtype(dtype)
     if products is None:
         return ""
-    flag = "fp16=True" if products == "float16" else "bf16=True, the default of TRL's configs,"
-    return f" (float32 weights under torch.autocast, which {flag} enables)"
+    flag = "fp16=True" if products == "float16" else "bf16=True, the default of TRL's configs"
+    return f" (float32 weights under torch.autocast, enabled by {flag})"
 
 
 def how_to_compute_in(dtype: str) -> str:

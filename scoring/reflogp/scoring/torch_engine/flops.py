@@ -120,9 +120,10 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """Return a tuple for each type of attention layer: the number of its layers, and a function for its query-key pairs.
+    """Return a list with one tuple for each type of attention layer: the number of layers of this type, and a function.
 
-    The function converts an array of sequence lengths to an array of the numbers of query-key pairs in these sequences.
+    The function counts the query-key pairs in such a layer. It converts an array of sequence lengths to an array with the
+    number of pairs in each sequence.
 
     Only full, windowed and chunked attention is included (see `ForwardFlops`).
     """

@@ -313,8 +313,8 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    Each property reads the current setting, because OpenRLHF's fit() changes the settings after this object is created. It
-    replaces an interval of -1 with the number of steps that -1 stands for (infinity for ckpt.save_steps).
+    Each property reads the current setting, because OpenRLHF's fit() changes the settings after this object is created:
+    fit() replaces an interval of -1 with the number of steps that -1 stands for (infinity for ckpt.save_steps).
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
