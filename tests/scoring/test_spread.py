@@ -201,8 +201,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["cuda:0"], 0, (), "torch detects 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
-        (["cuda", "cuda"], 8, (1, True), "give the GPUs by number"),
-        (["cpu", "cpu"], 0, (1, True), "give the GPUs by number"),
+        (["cuda", "cuda"], 8, (1, True), "can contain only GPUs by number"),
+        (["cpu", "cpu"], 0, (1, True), "can contain only GPUs by number"),
     ):
         with pytest.raises(UsageError, match=why):
             names(devices, count, *more)

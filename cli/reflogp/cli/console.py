@@ -114,7 +114,7 @@ class _Rate(ProgressColumn):
 class Bar(ProgressCallbacks):
     """A progress bar with tokens per second and the time left.
 
-    `report` prints the first skipped rows and the first rows with notes.
+    The method `report` prints how many rows were skipped or have a note, and the first of these rows.
     """
 
     def __init__(self, progress: Progress, label: str) -> None:

@@ -80,7 +80,7 @@ def places(
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
         raise UsageError(
-            f"device {others[0]}: in a list of devices for this engine, give the GPUs by number, such as cuda:0,cuda:1"
+            f"device {others[0]}: a list of devices for this engine can contain only GPUs by number, such as cuda:0,cuda:1"
         )
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
     if "all" in devices and len(groups) > 1:  # drop the GPUs of an incomplete group

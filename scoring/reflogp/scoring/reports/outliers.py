@@ -112,7 +112,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
         margins = means[0] - means[1]
         far = -robust_z_by_length(margins, tokens.min(0)) - FAR
         rule = f"negative margin per token (mean log-prob of chosen minus that of rejected) with a robust z-score below −{FAR} "
-        rule += "among pairs whose shorter completions have similar lengths"
+        rule += "compared with pairs whose shorter completion has a similar length (lengths are grouped by powers of two)"
         kinds.append(
             _kind("rejected far above chosen", rule, "nats per token", good, np.where(margins < 0, far, -1.0), margins, shown)
         )

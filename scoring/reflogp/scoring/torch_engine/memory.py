@@ -2,7 +2,8 @@
 
 Before any weight is read, the headers of a checkpoint's files show whether the model fits on the device. The token budget (the
 number of tokens that fit into a forward pass) can only be estimated, so the engine halves it when memory runs out.
-Out-of-memory errors from torch, Triton and CUDA's libraries are re-raised as OutOfMemoryError.
+Out-of-memory errors from torch, Triton and CUDA's libraries while a model is loaded or checked are re-raised as
+OutOfMemoryError.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
 
     Args:
         head: the model's output layer.
-        loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and need no check.
+        loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and
+            are not part of the check.
         compile_layers: whether to also try compiled layers on the packed path. A warning is issued if the compiled layers fail
             or change the values.
         refused: names of attention kernels that must not be used.

@@ -51,7 +51,7 @@ _PARTS = {
 #: Dict from each model family for which vLLM and transformers compute different log-probs of sequences with images to a clause
 #: that states the reason.
 WRONG = {
-    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models attend in one direction only instead of both, and "
+    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models use causal instead of bidirectional attention, and "
     "vLLM's GPU build has not been tested with these models"
 }
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next

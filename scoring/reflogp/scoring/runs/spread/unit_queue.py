@@ -105,8 +105,8 @@ class UnitQueue:
     def died_at(self, unit: Unit) -> Miss | None:
         """Halve a unit whose worker died, and queue both halves ahead of all other units.
 
-        A unit with a single sequence is queued again after the first death of a worker. After the second death, the unit is not
-        queued again, and its miss is returned.
+        A unit with a single sequence is queued again when a worker dies at it for the first time. When a second worker dies at
+        it, the unit is not queued again, and its miss is returned.
         """
         if len(unit.misses) == 1:
             unit.deaths += 1
