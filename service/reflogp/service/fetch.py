@@ -228,7 +228,7 @@ def _parse(uri: str) -> _Uri:
 
 def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if "@" in authority:
-        raise ValueError("the URI contains a user name or password")
+        raise ValueError("the URI contains a user name or other credentials")
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
     if not found or int(found[2] or 1) > 65535:
         raise ValueError("the host and port cannot be parsed")
