@@ -274,12 +274,13 @@ def forget_longest_pass(model: Any, limit: int) -> None:
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-            if getattr(module, name) > limit:
-                prefix = name.removesuffix("max_seq_len_cached")
-                frequencies = getattr(module, f"{prefix}inv_freq")
-                original = getattr(module, f"{prefix}original_inv_freq").to(frequencies.device, copy=True)
-                module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+            if getattr(module, name) > getattr(module, "original_max_seq_len", limit):
                 setattr(module, name, limit)
+                prefix = name.removesuffix("max_seq_len_cached")
+                original = getattr(module, f"{prefix}original_inv_freq", None)
+                if original is not None:  # modeling code of a checkpoint may not keep them
+                    frequencies = getattr(module, f"{prefix}inv_freq")
+                    module.register_buffer(f"{prefix}inv_freq", original.to(frequencies.device, copy=True), persistent=False)
 
 
 def _max_positions(config: Any) -> int | None:
