@@ -196,7 +196,7 @@ def joined_windows(
         for row, problem in window.problems.items():
             _bad(summary, watcher, row, problem)
         if watcher:
-            watcher.advance(len({*window.table["row"].to_pylist(), *window.problems}), 0)
+            watcher.advance(window.row_count(), 0)
         if not len(window.table):
             continue
         join = join_logps(window.table, snapshot, **asdict(settings))

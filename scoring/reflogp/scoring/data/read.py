@@ -135,7 +135,12 @@ class RowSource:
             self.format, self.files = _folder_format(path)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
-        elif bounds or path.exists() or data.startswith((".", "/", "~")) or Path(data).suffix in {*_SUFFIXES, *COMPRESSIONS}:
+        elif (
+            bounds
+            or path.exists()
+            or data.startswith((".", "/", "~"))
+            or Path(data).suffix.lower() in {*_SUFFIXES, *COMPRESSIONS}
+        ):
             raise DatasetError(f"dataset {data!r}: no such file")
         else:
             self.format = "hub"
@@ -345,7 +350,7 @@ def _file_format(path: Path) -> FileFormat:
             f"{path}: unknown file type; the name must end in one of {', '.join(_SUFFIXES)} (the first four can be compressed, "
             "such as .jsonl.gz)"
         )
-    return _SUFFIXES[PurePosixPath(f"x{suffix}").suffixes[0]]
+    return _SUFFIXES[f".{suffix.split('.')[1]}"]  # without the suffix of a compression
 
 
 def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:

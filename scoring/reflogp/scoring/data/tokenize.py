@@ -57,6 +57,10 @@ class TokenizedRows:
     images: list[tuple[RowImage, ...]] = field(default_factory=list)
     vision: VisionProcessor | None = None
 
+    def row_count(self) -> int:
+        """Return the number of rows that are in the table, in `problems`, or in both."""
+        return len({*self.table["row"].to_pylist(), *self.problems})
+
     def tokens(self) -> int:
         """Return the total number of tokens in all prompts and completions."""
         return sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in self.table.columns[1:])

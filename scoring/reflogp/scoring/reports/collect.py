@@ -158,7 +158,7 @@ def collect(
         coverage.bad_rows += len(problems)
         coverage.problems += sorted(problems.items())[: NAMED_ROWS - len(coverage.problems)]
         if watcher:
-            watcher.advance(len({*window.table["row"].to_pylist(), *window.problems}), 0)
+            watcher.advance(window.row_count(), 0)
             for row, problem in sorted(problems.items()):
                 watcher.bad_row(row, problem)
     numbers = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
