@@ -406,7 +406,7 @@ def test_an_error_is_json_too(reflogp, reference_folder, pairs_file, tmp_path, m
         ((*score, "--max-length", "x"), USAGE, "a valid integer"),
         (join, USAGE, "there is no store"),
         (("store", "ls", tmp_path, "--reference", "x", "--json"), USAGE, "No such option"),
-        (("jobs", "ls", "http://127.0.0.1:9", "--json"), FAILED, "the request to"),
+        (("jobs", "ls", "http://127.0.0.1:9", "--json"), FAILED, "the request to http://127.0.0.1:9 failed"),
     ):
         monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
         code, out, err = reflogp(*arguments)

@@ -351,8 +351,8 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
         (without("src"), FAIRSEQ2, "lacks columns that fairseq2 reads (src)"),
         (noted(ld_alpha=0.5), DPO, "was joined with ld_alpha 0.5"),
         (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps the start of each sequence"),
-        (noted(max_length=64), BRIDGE, "again without --max-length"),
-        (noted(max_length=64), FAIRSEQ2, "again without --max-length"),
+        (noted(max_length=64), BRIDGE, "run `reflogp join` or `reflogp submit` again without --max-length"),
+        (noted(max_length=64), FAIRSEQ2, "run `reflogp join` or `reflogp submit` again without --max-length"),
     ],
 )
 def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata, tmp_path, monkeypatch, change, form, says):
@@ -403,7 +403,7 @@ def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, plac
     for file in (place / "tokens.jsonl", tmp_path / "other.parquet", tmp_path / "cut.parquet"):
         code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
         assert code == USAGE
-        assert "cannot be read as output of `reflogp join`" in err
+        assert "cannot be read as output of `reflogp join` or `reflogp jobs result`" in err
     kto = [{"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"], "label": True} for row in rows]
     file = join(write_rows(tmp_path / "kto.jsonl", kto), "kto.parquet")
     code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)

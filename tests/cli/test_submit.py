@@ -124,7 +124,7 @@ def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, 
 def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
     monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
     code, _, err = reflogp("submit", "http://127.0.0.1:9", pairs_file, "--reference", "sft")
-    assert (code, "the request to" in err) == (FAILED, True)
+    assert (code, "the request to http://127.0.0.1:9 failed" in err) == (FAILED, True)
 
 
 def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):

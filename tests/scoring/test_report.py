@@ -355,6 +355,13 @@ def test_pairs_as_kto_rows(run, report, pairs_file):
     )
 
 
+def test_pairs_that_are_joined_as_kto_rows_count_as_two(run, pairs_file, tmp_path):
+    assert run("score", pairs_file, "--format", "kto")[0] == DONE
+    code, out, _ = run("join", pairs_file, "--format", "kto", "-o", tmp_path / "kto.parquet", "--json")
+    summary = json.loads(out.splitlines()[-1])
+    assert (code, summary["rows"], summary["written"], summary["coverage"]) == (DONE, 80, 80, 1.0)
+
+
 def test_real_kto_text(run, report, tmp_path, pair_rows):
     rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in pair_rows[:8] for side in r][:24]
     rows = [row for row in rows if row["completion"] is not row["prompt"]]

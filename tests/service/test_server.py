@@ -317,7 +317,10 @@ def test_unknown_routes_are_problems_too(url, method, path, status):
 
 def test_a_service_that_is_not_there(monkeypatch):
     monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
-    with Client("http://127.0.0.1:9") as client, pytest.raises(ServiceUnreachableError, match="the request to"):
+    with (
+        Client("http://127.0.0.1:9") as client,
+        pytest.raises(ServiceUnreachableError, match=r"the request to http://127\.0\.0\.1:9 failed"),
+    ):
         client.references()
     with pytest.raises(UsageError, match="http://"):
         Client("ftp://somewhere")

@@ -311,6 +311,13 @@ def test_metrics_of_one_process_shown_as_everybodys(reference_folder, data_file,
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["verdict"] == "warned"
 
 
+def test_an_audit_without_a_tolerance_has_the_trainers(cached_trainer):
+    for audit, tolerance in ((ReferenceAudit(), 7.0), (ReferenceAudit(step_zero_tolerance=0.5), 0.5)):
+        trainer = cached_trainer({"step_zero_tolerance": 7.0, "audit": audit}, max_steps=1)
+        trainer.train()
+        assert trainer.audit.step_zero.tolerance == tolerance
+
+
 def test_equal_metrics_never_disagree_and_the_report_is_json_even_with_infinite_numbers(tmp_path):
     for value in (0.5, math.inf, -math.inf, math.nan):
         assert apart(value, value) == 0
