@@ -40,7 +40,7 @@ class NotScoredError(ReflogpError):
 
 
 class OtherEngineError(ReflogpError):
-    """Stored values of a dataset's rows are from an engine other than the one that `strict_engine` names."""
+    """The stored values of some rows were computed by another engine than `strict_engine` names."""
 
 
 class EngineError(ReflogpError):

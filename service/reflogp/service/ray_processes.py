@@ -256,6 +256,7 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)
     signal.signal(signal.SIGTERM, ends)  # with Ray's handler, the service would exit with a failure code after SIGTERM
+    # Only the device and the number of GPUs are used. Each reference has its own engine.
     choice = on_workers(EngineChoice("vllm", device, tensor_parallel=gpus_each))
     make_folder(store)
     folders = (state, *([Path(store)] if is_local(store) else []))
