@@ -243,7 +243,7 @@ def report(
         ReportSummary(
             32 of 32 examples with values, accuracy ...%
             ...
-            report/index.html
+            report/index.html, written in ... s
         )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
