@@ -330,11 +330,27 @@ def test_a_pass_holds_few_bytes_of_images(reference_folder, monkeypatch):
         ({"tensor_parallel": 2}, "tensor_parallel is a setting of engine vllm"),
         ({"engine": "vllm", "url": "http://x"}, "url is a setting of engine remote"),
         ({"engine": "vllm", "vllm_options": {"seed": 1}}, "vLLM option seed cannot be set"),
+        ({"engine": "vllm", "vllm_options": {"pipeline_parallel_size": 0}}, "pipeline_parallel_size=0: use an integer from 1"),
+        ({"engine": "vllm", "vllm_options": {"pipeline_parallel_size": "2"}}, "parallel_size='2': use an integer from 1"),
     ],
 )
 def test_a_services_settings_fit_the_engine(tmp_path, reference, complaint):
     with pytest.raises(UsageError, match=complaint):
         read_settings(store=str(tmp_path), references={"sft": {"model": "/m", **reference}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus"),
+    [
+        ({}, 1),
+        ({"engine": "vllm", "tensor_parallel": 4}, 4),
+        ({"engine": "vllm", "tensor_parallel": 2, "vllm_options": {"pipeline_parallel_size": 3}}, 6),
+        ({"engine": "remote", "url": "http://x"}, 0),
+    ],
+)
+def test_each_engine_has_the_gpus_of_all_its_layers_and_stages(tmp_path, settings, gpus):
+    reference = read_settings(store=str(tmp_path), references={"sft": {"model": "/m", **settings}}).references["sft"]
+    assert reference.gpus() == gpus
 
 
 @pytest.mark.parametrize("lacks", ["vllm", "reflogp"])

@@ -185,7 +185,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     names = [name.strip() for name in devices.split(",")]
-    found = places(names, torch.cuda.device_count, choice.tensor_parallel, choice.name == "vllm")
+    found = places(names, torch.cuda.device_count, max(1, choice.gpus()), choice.name == "vllm")
     return ParallelScorer(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
 
 

@@ -109,7 +109,8 @@ class EngineChoice:
         trust_remote_code: whether to run modeling code from the checkpoint.
         vllm_python: for vllm, the Python interpreter of vLLM's environment. If None, it is $REFLOGP_VLLM_PYTHON, or this
             process's interpreter if that variable is not set.
-        tensor_parallel: for vllm, the number of GPUs across which one model is split.
+        tensor_parallel: for vllm, the number of GPUs across which each layer is split. One engine uses this number of GPUs
+            times the `pipeline_parallel_size` in `vllm_options`, which is 1 by default.
         vllm_options: for vllm, additional arguments for vLLM; vllm_engine.options.ALLOWED lists the names that are allowed.
         url: for remote, the URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
         served_model: for remote, the name under which the server serves the model; None if the server has only one model.
@@ -146,7 +147,7 @@ class EngineChoice:
         """
         if self.device == "cpu" or self.name == "remote":
             return 0
-        return self.tensor_parallel if self.name == "vllm" else 1
+        return self.tensor_parallel * self.vllm_options.get("pipeline_parallel_size", 1) if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
         """Return what dtype="auto" means if the store has no log-probs of the model: "float32" on a CPU, else "bfloat16".

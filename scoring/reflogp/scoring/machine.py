@@ -88,7 +88,7 @@ def places(
     if len(groups[-1]) < gpus_each:
         raise UsageError(
             f"{counted(len(names), 'GPU')} cannot be split into groups of {gpus_each}, one group for each engine: use a "
-            f"multiple of {gpus_each} GPUs, or reduce tensor parallelism"
+            f"multiple of {gpus_each} GPUs, or split each model across fewer GPUs"
         )
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 

@@ -136,7 +136,7 @@ def _workers(
     if not registry.named():
         return [], start_here, lambda: None
     models = [settings.references[name] for name in registry.named()]
-    gpus_each = max(model.tensor_parallel for model in models)
+    gpus_each = max(1, *(model.gpus() for model in models))
     if settings.executor == "local":
         engines = {model.engine for model in models}
         devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices

@@ -67,7 +67,12 @@ class ReferenceSettings(BaseModel):
         description="vllm: Python interpreter of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or the "
         "Python that runs the worker.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs to shard the model over.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="vllm: number of GPUs to shard each layer over. One engine uses this number of GPUs times the "
+        "`pipeline_parallel_size` in vllm_options, which is 1 by default.",
+    )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict, description="vllm: additional arguments for vLLM (docs/engines.md)."
     )
@@ -105,6 +110,10 @@ class ReferenceSettings(BaseModel):
         except UsageError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def gpus(self) -> int:
+        """Return the number of GPUs that one engine for this model uses, or 0 for a remote engine."""
+        return EngineChoice(**self.place().engine).gpus()
 
     def place(self) -> ModelConfig:
         """Return these settings as a ModelConfig to send to workers."""

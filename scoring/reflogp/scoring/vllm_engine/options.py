@@ -83,7 +83,7 @@ def parse_options(entries: list[str]) -> dict[str, Any]:
 
     Each value is parsed as JSON, or kept as a string if it is not valid JSON.
 
-    Raises UsageError if an entry has no "=" or names an argument that is not in ALLOWED.
+    Raises UsageError if an entry has no "=", or for the reasons that `check_options` gives.
     """
     options: dict[str, Any] = {}
     for entry in entries:
@@ -99,9 +99,13 @@ def parse_options(entries: list[str]) -> dict[str, Any]:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise UsageError if `options` contains an argument that is not in ALLOWED."""
+    """Raise UsageError if `options` contains an argument that is not in ALLOWED, or if `pipeline_parallel_size`, by which
+    machines are divided among engines, is not a positive integer."""
     if refused := sorted(set(options) - ALLOWED):
         raise UsageError(f"vLLM option {refused[0]} cannot be set; choose from {', '.join(sorted(ALLOWED))}")
+    stages = options.get("pipeline_parallel_size", 1)
+    if type(stages) is not int or stages < 1:
+        raise UsageError(f"vLLM option pipeline_parallel_size={stages!r}: use an integer from 1")
 
 
 def vllm_options(
@@ -117,7 +121,7 @@ def vllm_options(
         chosen: arguments that the user has set; each must be in ALLOWED.
 
     Raises:
-        UsageError: `chosen` contains an argument that is not in ALLOWED.
+        UsageError: `chosen` is refused by `check_options`.
         UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
         EngineError: vLLM does not support the adapter, or would compute values that differ from the reference's.
     """
