@@ -138,6 +138,23 @@ def test_an_earlier_verdict_does_not_stand_for_a_run_that_failed(cached_trainer,
     assert json.loads(file.read_text())["verdict"] == "unfinished"
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+def test_only_a_resumed_run_keeps_the_folders_earlier_step_zero(cached_trainer, tmp_path, resumes):
+    settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    cached_trainer(max_steps=1, **settings).train()
+    file = tmp_path / "run" / "reflogp_audit.json"
+    compared = json.loads(file.read_text())["step_zero"]
+    assert compared["sequences"] > 0
+    again = cached_trainer(max_steps=2, **settings)
+    again.policy_starts_at_reference = resumes
+    again.train(resume_from_checkpoint=resumes)
+    reported = json.loads(file.read_text())
+    assert reported["verdict"] == "passed"
+    assert again.audit.step_zero is None
+    assert reported["step_zero"] == (compared if resumes else None)
+    assert "step_zero" in reported["not_run"]
+
+
 def test_arguments_that_are_none(policy, config, dataset):
     with pytest.raises(UsageError, match=r"CachedDPOTrainer needs .*reference=ReferenceSource"):
         CachedDPOTrainer(policy(), None, config(), None, dataset)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from reflogp.store import UsageError
 from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.audit.forwards import ForwardCount
-from reflogp.trainer.audit.metrics import GlobalMeans, read_report, verdict, write_report
+from reflogp.trainer.audit.metrics import GlobalMeans, read_report, reported_step_zero, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp.trainer.audit.step_zero import StepZero, compared, differences
@@ -472,12 +472,11 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the `step_zero` check has not run, as in a resumed run, the result in `earlier` is kept.
+        """Return the report. If the run was resumed and has not repeated the `step_zero` check, the result in `earlier` is kept.
 
         Args:
             earlier: the report that is already in the output folder, if any.
         """
-        step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
@@ -486,7 +485,7 @@ class ReferenceAudit(TrainerCallback):
             "not_run": self._not_run,
             "joins": {name: record.as_dict() for name, record in self._joined.items()},
             "remote": None if self._given is None else self._given.as_dict(),
-            "step_zero": step_zero,
+            "step_zero": reported_step_zero(self.step_zero, self._schedule, earlier),
             "spot_check": None
             if spot is None
             else {"by": spot.by, "rows": spot.rows, **(result.as_dict() if result is not None else {})},

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from reflogp.store.files import write_atomically
+from reflogp.trainer.audit.schedule import Schedule
+from reflogp.trainer.audit.step_zero import StepZero
 from reflogp.trainer.ranks import gather
 
 #: Metrics whose names contain one of these strings may differ between processes. They are times, rates, memory sizes and
@@ -167,8 +169,8 @@ def _as_json(value: Any) -> Any:
 
 def begin_report(output_dir: str, process: int) -> None:
     """Write a report with the verdict "unfinished" when a run begins, so that the report of an earlier run in the same folder
-    is not mistaken for the new run's. Keep the earlier report's `step_zero` result, because a resumed run may not repeat this
-    check.
+    is not mistaken for the new run's. Keep the earlier report's `step_zero` result until training begins, because the new run
+    may turn out to be resumed (see `reported_step_zero`).
 
     Args:
         output_dir: the run's output folder.
@@ -176,6 +178,26 @@ def begin_report(output_dir: str, process: int) -> None:
     """
     if process == 0:
         write_report(output_dir, {"verdict": UNFINISHED, "step_zero": read_report(output_dir).get("step_zero")})
+
+
+def reported_step_zero(
+    found: StepZero | None, schedule: Schedule | None, earlier: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the `step_zero` result for a run's report.
+
+    A resumed run usually does not repeat the check, so the result in the earlier report of its output folder is kept. A run
+    that begins at step 0 is a new run, and the earlier report is about another one.
+
+    Args:
+        found: result of the run's own check, or None if the check has not run.
+        schedule: the run's schedule, or None if training has not begun.
+        earlier: the report that is already in the output folder, if any.
+    """
+    if found is not None:
+        return found.as_dict()
+    if schedule is not None and schedule.first_step == 0:
+        return None
+    return (earlier or {}).get("step_zero")
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from reflogp.store.texts import counted
 from reflogp.trainer.audit.forwards import ForwardCount
-from reflogp.trainer.audit.metrics import apart, read_report, verdict, write_report
+from reflogp.trainer.audit.metrics import apart, read_report, reported_step_zero, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.step_zero import StepZero, compared
 from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
@@ -288,7 +288,7 @@ class RunAudit:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the `step_zero` check has not run, as in a resumed run, the result in `earlier` is kept.
+        """Return the report. If the run was resumed and has not repeated the `step_zero` check, the result in `earlier` is kept.
 
         Args:
             earlier: the report that is already in the output folder, if any.
@@ -299,7 +299,7 @@ class RunAudit:
             "checks": list(CHECKS),
             "not_run": self._not_run,
             "joins": {name: record.as_dict() for name, record in self._joins.items()},
-            "step_zero": self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero"),
+            "step_zero": reported_step_zero(self.step_zero, self._schedule, earlier),
             "forwards": {"policy_passes": self._passes},
             "metrics": {
                 "logs_compared": self._logs_compared,
