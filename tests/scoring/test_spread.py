@@ -12,12 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
+from reflogp.scoring import machine
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.machine import Place, places
+from reflogp.scoring.machine import Place, gpus_in_a_child, places
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
@@ -206,6 +207,27 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     ):
         with pytest.raises(UsageError, match=why):
             names(devices, count, *more)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("print('a warning of the driver'); print(3)", 3),
+        ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
+        ("raise SystemExit('the driver is too old')", "the driver is too old"),
+        ("import os; os.abort()", "no error message"),
+        ("print('many')", "no error message"),
+    ],
+)
+def test_a_process_counts_the_gpus(script, outcome, monkeypatch):
+    monkeypatch.setattr(machine, "_DEVICE_FILES", ("null",))
+    monkeypatch.setattr(machine, "_ASK", script)
+    monkeypatch.setattr(machine, "_ASK_SECONDS", 0.5 if "sleep" in script else 30.0)
+    if outcome == 3:
+        assert gpus_in_a_child() == 3
+        return
+    with pytest.raises(UsageError, match=f"could not be counted \\({outcome}\\); use 'cuda' or 'cpu'"):
+        gpus_in_a_child()
 
 
 @pytest.mark.parametrize(

@@ -586,6 +586,16 @@ def test_a_certificate_that_nobody_signed_is_refused(certificate, folder):
         get(f"https://localhost:{port}/good.jsonl", folder, allowing(f"https://localhost:{port}"))
 
 
+@pytest.mark.parametrize("says", ["No such file", "NO_CERTIFICATE"])
+def test_root_certificates_that_cannot_be_read_are_named(says, port, folder, tmp_path):
+    file = tmp_path / "roots.pem"
+    if says == "NO_CERTIFICATE":
+        file.write_text("no certificate")
+    with environment_of({"SSL_CERT_FILE": str(file)}), pytest.raises(DatasetError, match=f"root certificates .*{says}"):
+        get(f"http://127.0.0.1:{port}/good.jsonl", folder, allowing(f"http://127.0.0.1:{port}"))
+    assert not list(folder.iterdir())
+
+
 def test_every_address_of_a_name_must_be_public():
     good, bad = ipaddress.ip_address("8.8.8.8"), ipaddress.ip_address("10.0.0.1")
     fetching._check_public([good])

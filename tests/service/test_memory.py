@@ -19,7 +19,7 @@ from starlette.routing import Route
 from reflogp.client import Client
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import RequestMemory, Reservation
-from reflogp.store import Store
+from reflogp.store import Store, StoreError, sequence_keys
 from tests.conftest import write_rows
 from tests.service.heavy_requests import ARROW_STREAM, Bounds, Peak, heavy_requests, long_rows, send, settle, stream_of
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
@@ -419,3 +419,32 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
     wait_until(lambda: writes._tokens == 0)
     writes.close()
     assert store.table_of(REFERENCE).totals()[1] == 1000 // 60 * 4
+
+
+def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, caplog):
+    from reflogp.scoring.torch_engine import Sequence
+    from reflogp.service.worker import write_back
+
+    monkeypatch.setattr(write_back, "_SECONDS", 0.01)
+    answers = iter([RuntimeError("a bug"), StoreError("the disk is full"), REFERENCE])
+
+    def reference_of(reference_id: str):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    store = Store(tmp_path / "store")
+    writes = write_back.WriteBack(store, reference_of)
+    for first in (1, 2, 3):
+        prompt, completion = np.array([first]), np.array([7, 8])
+        writes.put(REFERENCE.reference_id, {"engine": "test"}, [(Sequence(prompt, completion), np.full(2, -first, np.float32))])
+        wait_until(lambda: writes._tokens == 0)
+    writes.close()
+    assert "could not store 1 scored sequence: the disk is full" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text
+    keys = sequence_keys([np.array([first]) for first in (1, 2, 3)], [np.array([7, 8])] * 3)
+    one, two, three = store.table_of(REFERENCE).snapshot(None).token_logps(keys)
+    assert one is None
+    assert two is None
+    assert three.tolist() == [-3, -3]

@@ -257,6 +257,14 @@ def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how
     wait_until(lambda: ready(service.url))
 
 
+def test_only_its_owner_can_open_a_state_folder_that_a_service_creates(tmp_path):
+    StateLock(tmp_path / "new" / "state").close()
+    assert (tmp_path / "new" / "state").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir(0o755)
+    StateLock(tmp_path / "shared").close()
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.slow
 def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)

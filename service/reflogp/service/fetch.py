@@ -395,7 +395,12 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
     Raise ValueError or httpx.HTTPError if the download fails.
     """
-    context = httpx.create_ssl_context()  # root certificates: certifi's, or those in SSL_CERT_FILE or SSL_CERT_DIR
+    try:
+        context = httpx.create_ssl_context()  # root certificates: certifi's, or those in SSL_CERT_FILE or SSL_CERT_DIR
+    except OSError as error:
+        raise ValueError(
+            f"the service cannot read the root certificates that SSL_CERT_FILE or SSL_CERT_DIR names ({error.strerror})"
+        ) from error
     for _ in range(1 + _MOST_REDIRECTS):
         addresses = [uri.host] if trusted else await _public_addresses(uri)
         # A transport is used instead of a client, because a transport ignores proxies, cookies, redirects and .netrc.

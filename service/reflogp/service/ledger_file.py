@@ -29,6 +29,8 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 class StateLock:
     """An exclusive lock on a state folder. The kernel releases the lock when the process ends, even after a crash.
 
+    A folder that does not exist is created. Only its owner can read it, because it may hold secrets (docs/security.md).
+
     Both the folder itself and the file `lock` in the folder are locked. The lock on the folder keeps a second service from
     starting even if the file `lock` is deleted or renamed. The lock on the file is needed on file systems that cannot lock
     folders, such as NFS. As a further safeguard, the ledger itself records which service owns it.
@@ -39,7 +41,7 @@ class StateLock:
 
     def __init__(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = [
                 os.open(folder, os.O_RDONLY | os.O_DIRECTORY),
                 os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644),

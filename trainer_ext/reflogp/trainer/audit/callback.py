@@ -472,7 +472,7 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the run was resumed and has not repeated the `step_zero` check, the result in `earlier` is kept.
+        """Return the report. If a resumed run has not repeated the `step_zero` check, the result in `earlier` is kept.
 
         Args:
             earlier: the report that is already in the output folder, if any.

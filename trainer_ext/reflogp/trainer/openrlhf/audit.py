@@ -288,7 +288,7 @@ class RunAudit:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the report. If the run was resumed and has not repeated the `step_zero` check, the result in `earlier` is kept.
+        """Return the report. If a resumed run has not repeated the `step_zero` check, the result in `earlier` is kept.
 
         Args:
             earlier: the report that is already in the output folder, if any.
