@@ -233,7 +233,12 @@ class ServerSettings(BaseSettings):
     token_budget: int | Literal["auto"] = Field(
         "auto", description="Maximum number of tokens in one forward pass; auto chooses a number based on free memory."
     )
-    max_loaded: int = Field(1, ge=1, description="Maximum number of models that a worker keeps in memory.")
+    max_loaded: int = Field(
+        1,
+        ge=1,
+        description="Maximum number of models that a worker keeps in memory. If a model is pinned and others are offered too, "
+        "the worker keeps at least two.",
+    )
     pinned: str | None = Field(
         None, description="Name of a reference whose model every worker loads at startup and never unloads."
     )

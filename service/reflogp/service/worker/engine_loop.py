@@ -147,7 +147,7 @@ class Engines:
     Args:
         make: loads and returns the engine for a reference id. `make` may raise EngineError and the same errors as
             `describe_reference`.
-        capacity: maximum number of loaded engines.
+        capacity: maximum number of loaded engines. If it is 1, the pinned engine and one other may be loaded at the same time.
         pinned: id of a reference whose engine is never unloaded, or None.
         on_change: called with the reference ids of all loaded engines whenever an engine is loaded or unloaded.
         admit: called with a reference id before the reference's engine is loaded, and before other engines are unloaded to make
