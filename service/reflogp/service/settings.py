@@ -236,8 +236,8 @@ class ServerSettings(BaseSettings):
     max_loaded: int = Field(
         1,
         ge=1,
-        description="Maximum number of models that a worker keeps in memory. If a model is pinned and others are offered too, "
-        "the worker keeps at least two.",
+        description="Maximum number of models that a worker keeps in memory. Even if it is 1, a worker keeps a pinned "
+        "model and one other.",
     )
     pinned: str | None = Field(
         None, description="Name of a reference whose model every worker loads at startup and never unloads."
