@@ -260,7 +260,8 @@ def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how
 def test_only_its_owner_can_open_a_state_folder_that_a_service_creates(tmp_path):
     StateLock(tmp_path / "new" / "state").close()
     assert (tmp_path / "new" / "state").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "shared").mkdir(0o755)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)  # whatever the umask is
     StateLock(tmp_path / "shared").close()
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
 
