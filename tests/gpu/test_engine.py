@@ -99,7 +99,7 @@ def test_a_sequence_that_fits_no_memory_is_named_and_the_others_are_scored(tmp_p
     expected = engine.score(short)
     with scarce_memory(monkeypatch), pytest.raises(InvalidSequencesError) as caught:
         engine.score([*short[:3], Sequence([3] * 10, [4] * 400_000), *short[3:]])
-    assert list(caught.value.problems) == [3] and "do not fit" in caught.value.problems[3]
+    assert list(caught.value.problems) == [3] and "does not fit" in caught.value.problems[3]
     found = [values for index, values in enumerate(caught.value.results) if index != 3]
     for ours, right in zip(found, expected, strict=True):
         assert np.abs(ours - right).max() <= 0.1

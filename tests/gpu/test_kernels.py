@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention
 from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels, kernel_names
+from reflogp.scoring.torch_engine.log_sum_exp import Logits
 from tests.conftest import plain_token_logps
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.scoring.test_attention import SHAPES, by_formula, error, pack_with_images, some_call, some_pack
@@ -43,6 +44,12 @@ FAMILIES = {
 }
 #: Errors of two bfloat16 passes of one model differ by chance; a wrong key or position costs whole nats.
 CHANCE = 1.25
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet():
+    """Each test compiles its own variants, so that none of them is one too many for torch."""
+    torch._dynamo.reset()
 
 
 def require(kernel: str) -> None:
@@ -123,11 +130,27 @@ def test_compiled_layers_agree_with_float32_forwards(feature, tmp_path):
     assert rms(engine.score(sequences), exact) <= plain_error * CHANCE
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the kernel is for CUDA")
+@pytest.mark.parametrize("logits", [Logits(), Logits(0.3), Logits(1.0, 30.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [151_936, 32_003])
+def test_the_log_sum_exp_agrees_with_float64(columns, dtype, logits):
+    from reflogp.scoring.torch_engine.triton_log_sum_exp import reduce
+
+    product = (torch.randn(300, columns, device=DEVICE) * 20).to(dtype)
+    targets = torch.randint(columns, (300,), device=DEVICE)
+    sums, found = reduce(product, logits, 1 / 0.7, targets)
+    exact = logits(product.double()) / 0.7
+    assert float((sums - torch.logsumexp(exact, 1)).abs().max()) <= 1e-4
+    assert float((found - exact.gather(1, targets[:, None])[:, 0]).abs().max()) <= 1e-4
+
+
 def test_the_chosen_kernel_is_the_fastest_that_is_installed(tmp_path):
     build("Llama").save_pretrained(tmp_path)
     check = TorchEngine(str(tmp_path), "bfloat16", DEVICE).self_check
     assert check.kernels == installed_kernels(torch.device(DEVICE).type)[:1], check.rejected
     assert not check.rejected
+    assert check.log_sum_exp == ("eager" if DEVICE == "cpu" else "triton")
 
 
 def test_a_padded_model_agrees_with_float32_forwards(tmp_path):

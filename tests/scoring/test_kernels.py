@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from reflogp.scoring.torch_engine import TorchEngine, attention
+from reflogp.scoring.torch_engine import TorchEngine, attention, compilation
 from reflogp.scoring.torch_engine.attention import PackLayout, choose_kernel, flash3_varlen, flash_varlen, torch_varlen
+from reflogp.scoring.torch_engine.packing import packs
+from reflogp.scoring.torch_engine.sequences import Sequence
 from tests.scoring.test_attention import by_formula, error, some_call, some_pack
 from tools.families import build
 from tools.fidelity import some_pairs
@@ -153,6 +155,69 @@ def test_a_variable_length_kernel_agrees_with_the_formula(installed, shape, wind
     assert error(found, by_formula(pack, call)) <= 2e-3
 
 
+@pytest.mark.parametrize("installed", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_copies_of_shared_keys_are_made_for_a_few_branches_at_a_time(installed, shape, monkeypatch):
+    heads, key_heads, size, value_size = SHAPES[shape]
+    kernel, name, stand_in = KERNELS[installed]
+    most = 700 * 2 * key_heads * size * 2  # of the nine branches' 3,081 keys
+    calls = []
+
+    @functools.wraps(stand_in)
+    def seen(query, key, value, *arguments, **keywords):
+        calls.append((len(query), key.nbytes + value.nbytes))
+        return stand_in(query, key, value, *arguments, **keywords)
+
+    monkeypatch.setattr(attention, name, lambda: seen)
+    monkeypatch.setattr(attention, "_GATHERED_BYTES", most)
+    pack = some_pack(3, 300, (20, 57, 1))
+    call = some_call(pack, heads, key_heads, size, value_size, 100)
+    found = kernel(PackLayout(pack, torch.device("cpu")), call)
+    assert error(found, by_formula(pack, call)) <= 2e-3
+    assert len(calls) == 5 and sum(count for count, _ in calls) == len(pack)
+    assert max(read for _, read in calls) <= most
+
+
+@pytest.mark.parametrize(("key_heads", "calls"), [(4, 3), (32, 21)])
+def test_many_completions_on_a_long_prompt_need_a_gigabyte_of_copies(key_heads, calls):
+    """307 completions of 200 tokens on a prompt of 4,096 fill a pack of 65,536; all copies at once would take 2.7 or 21 GB."""
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 1000, 4096).tolist()
+    sequences = [Sequence(prompt, random.integers(0, 1000, 200).tolist()) for _ in range(307)]
+    [pack] = packs(sequences, 1 << 17)
+    bytes_of_key = 2 * key_heads * 128 * 2
+    assert 2.6e9 / 4 <= sum(len(branch.path) for branch in pack.branches) * bytes_of_key / key_heads <= 2.8e9 / 4
+    planned = PackLayout(pack, torch.device("cpu")).varlen(attention._GATHERED_BYTES // bytes_of_key)
+    assert len(planned) == calls
+    assert all(len(call.gather) * bytes_of_key <= 1 << 30 for call in planned)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "stages"),
+    [
+        (128, torch.bfloat16, None),
+        (192, torch.bfloat16, None),
+        (512, torch.bfloat16, 1),
+        (64, torch.float32, None),
+        (192, torch.float32, 1),
+        (512, torch.float32, 1),
+    ],
+)
+def test_wide_heads_load_less_in_advance(size, dtype, stages):
+    """Otherwise they would need more shared memory than an H100 has (tools/sm90 compiles them)."""
+    assert attention._flex_options(torch.empty(1, 2, 3, size, dtype=dtype)).get("num_stages") == stages
+
+
+def test_values_as_wide_as_keys_are_not_copied(monkeypatch):
+    padded, pad = [], attention.F.pad
+    monkeypatch.setattr(attention.F, "pad", lambda tensor, widths: padded.append(widths) or pad(tensor, widths))
+    monkeypatch.setattr(attention, "_torch_varlen", lambda: torch_2_13)
+    for shape in ("grouped", "latent"):
+        pack = some_pack(1, 30, (20,))
+        torch_varlen(PackLayout(pack, torch.device("cpu")), some_call(pack, *SHAPES[shape]))
+    assert len(padded) == 1
+
+
 def on_cuda(monkeypatch, *names: str) -> None:
     """These variable-length kernels are the installed ones, and a CPU's tensors go where a GPU's do."""
     for kernel, name, stand_in in KERNELS.values():
@@ -272,7 +337,7 @@ def test_flex_attention_is_compiled_at_most_twice_over_fifty_packs(variant, monk
         scalars.extend(value for value in tensors if value.is_floating_point() and value.dim() == 0)
         return counter(graph, inputs)
 
-    compiled = attention.any_size(flex_attention, backend)
+    compiled = compilation.any_size(flex_attention, backend)
     monkeypatch.setattr(attention, "_compiled_flex", lambda device_type: compiled)
     random = np.random.default_rng(0)
     for _ in range(50):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
@@ -307,7 +307,7 @@ def test_memory_that_runs_out_anywhere_is_an_error_of_ours(error, reference_fold
         (torch_engine, "Head", reference_folder),
         (torch_engine, "auto_token_budget", reference_folder),
         (selfcheck, "_plain", reference_folder),
-        (selfcheck, "forward_pack", reference_folder),
+        (selfcheck, "forward_layout", reference_folder),
     ]
     for place, name, model in places:
         with monkeypatch.context() as patch:
@@ -324,6 +324,17 @@ def test_a_full_device_is_not_measured(reference_folder, monkeypatch):
     engine = TorchEngine(str(reference_folder), "float32", device="cpu")
     monkeypatch.setattr(torch_engine, "matmul_flops_per_second", raising(SAYINGS[0]))
     assert engine.peak_flops_per_second() is None
+
+
+@pytest.mark.parametrize(("intermediate", "expected"), [(14_336, 65_536), (36_864, 58_254)])
+def test_no_activation_has_more_elements_than_32_bits_count(intermediate, expected, monkeypatch):
+    """Of Gemma 2 9B and 27B; the larger one's first full pass would compile its MLP again, with 64-bit indices."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 80 << 30)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(Gemma2Config(vocab_size=256_000, intermediate_size=intermediate, **sizes))
+    budget = memory.auto_token_budget(model, torch.device("cuda:0"), torch.bfloat16)
+    assert budget == expected and budget * intermediate < 1 << 31
 
 
 def test_a_halved_budget_grows_again(reference_folder, monkeypatch):

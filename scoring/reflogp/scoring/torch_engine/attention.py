@@ -3,6 +3,8 @@
 Each token of a pack attends only to tokens of its own sequence.
 
 `packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
+No mask function is registered under this name, so transformers makes no mask. (While making one, it would ask the device
+whether the positions are those of a pack, and the host would wait for the answer in each pass.)
 Packed attention supports scaling, sliding windows, soft caps and attention sinks.
 """
 
@@ -19,11 +21,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch._dynamo import config as dynamo_config
-from torch.fx.experimental import _config as fx_config
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from reflogp.scoring.torch_engine import cpu_attention
+from reflogp.scoring.torch_engine.compilation import any_size
 from reflogp.scoring.torch_engine.device import to_device
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import Pack, image_ends
@@ -37,6 +38,12 @@ _FLEX_BLOCK = 128
 #: Largest head size that FlashAttention's kernels support, and the number by which head sizes must be divisible (see the README
 #: of flash-attn).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
+#: Maximum size of the keys and values that a variable-length kernel reads at once, in bytes, if branches share tokens. Each
+#: branch then needs its own copy of the shared keys: 307 completions on a prompt of 4,096 tokens, which fill a pack of 65,536
+#: tokens, have 2.7 GB in each layer with 4 key heads of size 128, and 21 GB with 32. The copies are made for a few branches at
+#: a time. (Smaller packs would need less memory, too, but would compute the prompt more often: a token of a 7B model takes
+#: 22 µs of an H100, and its copies in all layers take 0.06 µs with 4 key heads and 0.5 µs with 32.)
+_GATHERED_BYTES = 1 << 30
 #: The reason why causal kernels cannot compute some packs with images.
 _BOTH_WAYS = "images whose tokens attend to each other in both directions are not supported"
 
@@ -60,6 +67,25 @@ class KernelFailedError(RuntimeError):
         self.kernel = kernel
         self.reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
         super().__init__(f"{kernel}: {self.reason}")
+
+
+class Varlen(NamedTuple):
+    """The arguments of one call of a variable-length kernel, which computes consecutive branches of a pack.
+
+    Attributes:
+        rows: the branches' tokens in the pack.
+        gather: indices of each branch's keys in the pack, concatenated; None if no branch of the pack shares tokens, so that
+            the keys are the branches' own tokens.
+        queries, keys: cumulative numbers of the branches' queries and keys (the kernel's cu_seqlens), int32 (branches + 1,).
+        longest_query, longest_key: maximum numbers of queries and of keys per branch.
+    """
+
+    rows: slice
+    gather: torch.Tensor | None
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
 
 
 class PackLayout:
@@ -136,21 +162,33 @@ class PackLayout:
         made: torch.Tensor = self._once(f"mask {branch} {window}", make)
         return made
 
-    def varlen(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
-        """Return the arguments that a variable-length kernel needs.
+    def varlen(self, most_keys: int) -> list[Varlen]:
+        """Return the arguments of a variable-length kernel's calls, for a few branches in each call.
 
-        Returns:
-            A tuple of five values: the indices of each branch's keys in the pack, concatenated (None if no branch shares
-            tokens); the cumulative numbers of the branches' queries (the kernel's cu_seqlens), which begin with 0; the same
-            for the keys; the maximum number of queries per branch; and the maximum number of keys per branch.
+        Args:
+            most_keys: maximum number of keys in a call if branches share tokens. A branch with more keys is alone in its call.
         """
 
-        def make() -> Any:
-            queries, keys = self._queries.to(torch.int32), self._keys.to(torch.int32)
-            gather = self._places if len(self._places) else None
-            return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(map(len, self._paths))
+        def make() -> list[Varlen]:
+            calls, first, count = [], 0, len(self.spans)
+            while first < count:
+                most = self._offsets[first] + most_keys
+                end = max(first + 1, int(np.searchsorted(self._offsets, most, "right")) - 1) if len(self._places) else count
+                spans = self.spans[first:end]
+                calls.append(
+                    Varlen(
+                        slice(spans[0][0], spans[-1][1]),
+                        self._places[self._offsets[first] : self._offsets[end]] if len(self._places) else None,
+                        (self._queries[first : end + 1] - self._queries[first]).to(torch.int32),
+                        (self._keys[first : end + 1] - self._keys[first]).to(torch.int32),
+                        max(stop - start for start, stop, _ in spans),
+                        max(map(len, self._paths[first:end])),
+                    )
+                )
+                first = end
+            return calls
 
-        made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
+        made: list[Varlen] = self._once(f"varlen {most_keys}", make)
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -464,15 +502,17 @@ def _by_varlen(
         raise UnsupportedAttentionError(
             f"the installed version of this kernel does not accept these arguments: {', '.join(lacking)}"
         )
-    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
-    size = call.value.shape[-1]
-    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # in multi-head latent attention, values are narrower than keys
+    size, width = call.value.shape[-1], call.query.shape[-1]
+    # In multi-head latent attention, values are narrower than keys.
+    value = call.value if size == width else F.pad(call.value, (0, width - size))
     query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
-    if gather is not None:
-        key, value = key[gather], value[gather]
     keywords = {name: argument for name, argument in wanted.items() if name in takes}
-    found = attend(query, key, value, cu_queries, cu_keys, longest_query, longest_key, **keywords)
-    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    parts = []
+    for rows, gather, queries, keys, longest_query, longest_key in layout.varlen(_GATHERED_BYTES // (2 * key[0].nbytes)):
+        own_key, own_value = (key, value) if gather is None else (key[gather], value[gather])
+        found = attend(query[rows], own_key, own_value, queries, keys, longest_query, longest_key, **keywords)
+        parts.append(found[0] if isinstance(found, tuple) else found)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[None, ..., :size]
 
 
@@ -497,9 +537,7 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         block_mask=layout.block_mask(call.window),
         scale=call.scale,
         enable_gqa=call.key.shape[1] != query.shape[1],
-        # For packs shorter than 128 tokens, torch would use another kernel, which does not support dynamic shapes
-        # (pytorch#147756).
-        kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
+        kernel_options=_flex_options(query) if query.device.type == "cuda" else None,
         return_aux=None if call.sinks is None else AuxRequest(lse=True),
     )
     if call.sinks is None:
@@ -508,6 +546,20 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         plain, aux = found
         out = plain * torch.sigmoid(aux.lse - call.sinks.float()[None, :, None])[..., None].to(plain.dtype)
     return out.transpose(1, 2)
+
+
+def _flex_options(query: torch.Tensor) -> dict[str, Any]:
+    """Return options for FlexAttention's CUDA kernel.
+
+    For packs shorter than 128 tokens, torch would use another kernel, which does not support dynamic shapes (pytorch#147756).
+
+    With torch's three stages of loads in advance, wide heads need more shared memory than the 232,448 bytes of an H100: 279,808
+    for float32 latent heads (192 and 128), and 263,168 for bfloat16 heads of 512. With one stage, 131,072 and 98,304
+    (tools/sm90 compiles these kernels), which an A100 has, too.
+    """
+    size, is_float32 = query.shape[-1], query.dtype == torch.float32
+    is_wide = size > 128 if is_float32 else size > 256
+    return {"BACKEND": "TRITON", "num_stages": 1} if is_wide else {"BACKEND": "TRITON"}
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -621,28 +673,4 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], chosen)
 
 
-def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
-    """Compile a function so that it accepts tensors of any size.
-
-    torch still compiles a separate version for tensors with a dimension of size 1.
-
-    Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
-    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would be passed as a CPU
-    tensor, and FlexAttention's CUDA template would mistake the tensor for a pointer.
-    """
-    compiled = torch.compile(function, dynamic=True, backend=backend)
-    configs: tuple[Any, Any] = (fx_config, dynamo_config)
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        with configs[0].patch(use_duck_shape=False), configs[1].patch(specialize_float=True):
-            return compiled(*args, **keywords)
-
-    return call
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return None instead of a mask, because the pack's layout defines what each token attends to."""
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)

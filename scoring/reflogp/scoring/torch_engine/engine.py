@@ -19,10 +19,11 @@ import torch
 import transformers
 
 from reflogp.scoring.errors import EngineError, PictureError
+from reflogp.scoring.torch_engine.compilation import should_compile
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
-from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches, should_compile
+from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, forward_single, padded_batches
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsError
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
@@ -126,6 +127,10 @@ class TorchEngine:
         with memory_errors(self.device, "the self-check was running"), on_device(self.device):
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
+            if lm_head_dtype not in (None, own_head) and (self._head.logits is None or self.self_check.path == "single"):
+                raise EngineError(
+                    f"lm_head_dtype {lm_head_dtype!r}: only the model's own code computes its logits, in {own_head}; omit it"
+                )
             if token_budget == "auto":
                 token_budget = auto_token_budget(self._loaded.model, self.device, self._loaded.dtype)
         self.token_budget = self._first_budget = token_budget
@@ -425,13 +430,13 @@ class TorchEngine:
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
         has_images = bool(sequences) and sequences[0].images is not None
-        is_padded = has_images and self.image_check is not None and self.image_check.path == "padded"
-        if self.self_check.path == "packed" and not is_masked and not is_padded:
+        is_packed = not has_images or self.image_check is None or self.image_check.path == "packed"
+        if self.self_check.path == "packed" and not is_masked and is_packed:
             for pack in packs(sequences, self._pass_limit()):
                 with_images = sequences if has_images else None
                 yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences), with_images)
             return
-        budget = 1 if self.self_check.path == "single" else self._pass_limit()
+        budget = 1 if self._is_single(has_images) else self._pass_limit()
         for batch in padded_batches(sequences, budget):
             members, start = [], 0
             for index in batch:
@@ -440,6 +445,12 @@ class TorchEngine:
                 start = stop
             chosen = [sequences[index] for index in batch]
             yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
+
+    def _is_single(self, has_images: bool) -> bool:
+        """Return True if sequences that are not packed are scored one at a time, because padded batches have wrong values."""
+        if has_images and self.image_check is not None and self.image_check.path != "packed":
+            return self.image_check.path == "single"
+        return "padded" in self.self_check.rejected
 
     def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
         """Start a pass; return None if memory ran out."""
@@ -459,7 +470,10 @@ class TorchEngine:
                     values = forward_pack(model, self._head, unit.work, self.device, temperature, refused, inputs)
                 else:
                     with attention_of(model, self._own_attention):
-                        values = forward_padded(model, self._head, unit.work, self.device, temperature)
+                        if self._is_single(unit.work[0].images is not None):
+                            values = forward_single(model, unit.work[0], self.device, temperature)
+                        else:
+                            values = forward_padded(model, self._head, unit.work, self.device, temperature)
             host, landed = copy_to_host(values)
             return InFlight(unit, host, began, landed)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:

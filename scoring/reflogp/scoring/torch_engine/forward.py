@@ -1,77 +1,23 @@
-"""Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs.
-
-The decoder layers and the head's log-sum-exp can be compiled (see `should_compile`). Without compilation, each operation
-between the matrix products (norms, rotary embeddings, gates, the log-sum-exp) reads and writes whole activations several times.
-On a CPU, these operations together then take half as much time as the matrix products. torch compiles only one decoder layer of
-each kind, and all layers of this kind run the compiled code ("regional compilation").
-"""
+"""Run a model on packed sequences, a padded batch or a single sequence, and return float32 log-probs."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
-from reflogp.scoring.torch_engine.flops import expert_count
+from reflogp.scoring.torch_engine.compilation import many_versions
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
-#: Minimum number of parameters of a model that is compiled by default. Smaller models are not compiled, because the first
-#: compilation takes 10 to 40 s (torch caches the result on disk).
-COMPILE_FROM_PARAMETERS = 50_000_000
-
-
-def should_compile(model: Any, device: torch.device) -> bool:
-    """Return True if compiling can save time: the model is large enough, has no experts, and can be compiled on this device.
-
-    Loops over experts depend on the data, so compilation would split them into many small graphs and save no time. Compilation
-    for a CPU needs a C++ compiler.
-    """
-    experts = expert_count(model.config.get_text_config())
-    compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
-    return not experts and compiler is not None and model.num_parameters() >= COMPILE_FROM_PARAMETERS
-
-
-def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder layers.
-
-    These are the modules of the first ModuleList that has `num_hidden_layers` modules. If there is no such ModuleList, the
-    result is empty.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
-    return list(next(lists, torch.nn.ModuleList()))
-
-
-def compile_layers(model: Any) -> None:
-    """Compile the decoder layers in place, for any number of tokens."""
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
-
-
-def uncompile_layers(model: Any) -> None:
-    """Undo `compile_layers`."""
-    for layer in decoder_layers(model):
-        layer._compiled_call_impl = None
-
-
-@cache
-def compiled_log_sum_exp() -> Any:
-    """Return a compiled version of `head.log_sum_exp` that reads the logits only once; the original reads them five times."""
-
-    def whole(product: torch.Tensor, logits: Any, scale: float) -> torch.Tensor:
-        return torch.logsumexp(logits(product.float()) * scale, 1)
-
-    return torch.compile(whole, dynamic=True)
-
+#: Number of rows of logits that `forward_single` copies to float32 at once.
+_SINGLE_ROWS = 128
 
 Path = Literal["packed", "padded", "single"]
 
@@ -99,7 +45,16 @@ def forward_pack(
         KernelFailedError: an attention kernel raised an error.
     """
     layout = PackLayout(pack, device, refused, both_ways=inputs is not None and inputs.both_ways)
-    return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
+    return forward_layout(model, head, layout, temperature, inputs)
+
+
+@torch.inference_mode()
+def forward_layout(
+    model: Any, head: Head, layout: PackLayout, temperature: float = 1.0, inputs: DecoderInputs | None = None
+) -> torch.Tensor:
+    """Do what `forward_pack` does, with a layout that the caller has made in inference mode and can inspect afterwards."""
+    with many_versions():
+        return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()
@@ -129,26 +84,51 @@ def forward_padded(
     The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
     """
+    inputs, predicts, targets = _padded_inputs(batch, device)
+    states = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return head.logps(states.flatten(0, 1), predicts.flatten().nonzero()[:, 0].to(device), targets, temperature)
+
+
+@torch.inference_mode()
+def forward_single(model: Any, sequence: Sequence, device: torch.device, temperature: float = 1.0) -> torch.Tensor:
+    """Return the log-probs of a sequence's completion tokens, float32 (completion tokens,), from the model's own logits.
+
+    This is an ordinary call of the model. No other code of the engine takes part, so the other paths are compared with it.
+    """
+    inputs, predicts, targets = _padded_inputs([sequence], device)
+    logits = model(**inputs, use_cache=False).logits[0][predicts[0].to(device)]
+    logps = torch.empty(len(targets), device=device)
+    for start in range(0, len(targets), _SINGLE_ROWS):
+        rows = slice(start, start + _SINGLE_ROWS)
+        logps[rows] = torch.log_softmax(logits[rows].float() / temperature, -1).gather(1, targets[rows, None])[:, 0]
+    return logps
+
+
+def _padded_inputs(batch: list[Sequence], device: torch.device) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Return the model's inputs, the positions that predict a completion token, and the predicted tokens.
+
+    The positions are a bool tensor (sequences, tokens) on the host, and the tokens an int64 tensor on the device.
+    """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
     input_ids = torch.zeros(len(batch), width, dtype=torch.long)
     mask = torch.zeros(len(batch), width, dtype=torch.long)
-    predicts = torch.zeros(len(batch), width, dtype=torch.bool)  # positions whose next token is a completion token
+    predicts = torch.zeros(len(batch), width, dtype=torch.bool)
     for row, sequence in enumerate(batch):
         input_ids[row, : lengths[row]] = torch.from_numpy(sequence.model_ids())
         own = sequence.attention_mask
         mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.array(own, np.int64))
         predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
     targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
-    more = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}
+    inputs = {"input_ids": input_ids.to(device)}
+    if not bool(mask.all()):
+        inputs["attention_mask"] = mask.to(device)
     images = [sequence.images for sequence in batch if sequence.images is not None]
     if images:
         pixels, types = pixel_inputs(images)
-        more |= on_device(pixels, device)
-        more |= {name: torch.from_numpy(token_types(images[0], input_ids.numpy())).to(device) for name in types}
-    states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **more).last_hidden_state
-    parents = predicts.flatten().nonzero()[:, 0].to(device)
-    return head.logps(states.flatten(0, 1), parents, targets, temperature)
+        inputs |= on_device(pixels, device)
+        inputs |= {name: torch.from_numpy(token_types(images[0], input_ids.numpy())).to(device) for name in types}
+    return inputs, predicts, targets
 
 
 @contextmanager

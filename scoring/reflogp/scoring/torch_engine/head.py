@@ -7,7 +7,6 @@ are computed in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.torch_engine.load import autocasting
+from reflogp.scoring.torch_engine.log_sum_exp import Logits, LogSumExp, eager
 
 #: Maximum number of logits in memory at once, by device type. 2**28 logits take 512 MiB in bfloat16, and 1 GiB more for their
 #: float32 copy.
@@ -28,24 +28,13 @@ _CAST_NUMBERS = 1 << 26
 #: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
 #: in full.
 _TILE = 128
-#: Number of rows of logits that are summed at once on a CPU: few enough for their float32 copy to stay in cache.
-_SUM_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Logits:
-    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap).
-
-    If `softcap` is None, the logits are scale * product.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the logits for a float32 product."""
-        scaled = product if self.scale == 1.0 else product * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+#: Root mean squares of the products on which `_find_logits` compares formulas: a soft cap does nothing to small products, and
+#: trained models have logits of tens.
+_SMALL_AND_LARGE = (3.0, 100.0)
+#: Largest difference between a formula's logits and the model's own, relative to their root mean square, by dtype: of single
+#: logits (root mean square), and of their factor. Each of the model's operations rounds single logits; the factor is a mean
+#: over at least thousands of logits, so rounding hardly changes it.
+_FORMULA_TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1e-2, 1e-3), torch.float16: (2e-3, 2e-4)}
 
 
 class Head:
@@ -68,8 +57,7 @@ class Head:
     Attributes:
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
-        log_sum_exp: the function that computes the log-sum-exp of the logits, either `head.log_sum_exp` or a compiled version
-            of it.
+        log_sum_exp: the function that reduces the logits (see log_sum_exp.py).
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -81,7 +69,7 @@ class Head:
         self._rounded = autocast if not float32 else None
         # Cast the output embedding once: it is the model's largest matrix, and autocast would cast it again for each chunk.
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
-        self.log_sum_exp = log_sum_exp
+        self.log_sum_exp: LogSumExp = eager
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -98,11 +86,27 @@ class Head:
         """
         hidden = states[at]
         if self.logits is None:
-            return self._logps_by_model(hidden, targets, temperature)
+            return self.logps_by_model(hidden, targets, temperature)
         with autocasting(hidden.device, None):  # the code below sets dtypes explicitly; autocast would change them
             return self._logps_of_products(hidden, targets, temperature)
 
-    def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    @torch.inference_mode()
+    def drawn(self, rows: int, size: float = _SMALL_AND_LARGE[1]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw hidden states, shape (rows, hidden size), and target tokens, int64 (rows,), to check the head on.
+
+        Args:
+            size: approximate root mean square of the states' products with the output embedding.
+        """
+        weight = self._weight
+        generator = torch.Generator(weight.device).manual_seed(0)
+        hidden = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device)
+        typical = float(F.linear(hidden[:4].to(weight.dtype), weight).float().square().mean().sqrt())
+        targets = torch.randint(len(weight), (rows,), generator=generator, device=weight.device)
+        return (hidden * (size / (typical or 1.0))).to(weight.dtype), targets
+
+    @torch.inference_mode()
+    def logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Do what `logps` does for rows of hidden states, from the logits of the model's own head."""
         hidden = hidden.to(self._weight.dtype)
         out = hidden.new_empty(len(targets), dtype=torch.float32)
         for rows in _slices(len(targets), _rows_at_once(hidden.device, self._weight.shape[0])):
@@ -144,19 +148,17 @@ class Head:
         as_they_are = self._factors.dtype == dtype or _is_widened(hidden, self._factors, dtype)
         blocks = list(_slices(self._weight.shape[0], self._columns_at_once(as_they_are)))
         sums = hidden.new_empty(len(blocks), len(targets), dtype=torch.float32)
-        rounded = hidden.new_zeros(len(targets), dtype=dtype)
+        rounded = hidden.new_zeros(len(targets), dtype=torch.float32)
         for number, block in enumerate(blocks):
             factors = self._factors[block] if as_they_are else self._factors[block].to(dtype)
             bias = None if self._bias is None else self._bias[block].to(dtype)
             for rows in _slices(len(targets), _rows_at_once(hidden.device, len(factors))):
                 product = _product(hidden[rows], factors, bias, dtype)
-                sums[number, rows] = self.log_sum_exp(product, self.logits, 1.0 / temperature)
-                at = targets[rows] - block.start
-                inside = (at >= 0) & (at < product.shape[1])
-                here = torch.gather(product, 1, at.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
-                rounded[rows] = torch.where(inside, here, rounded[rows])
-        total = sums[0] if len(blocks) == 1 else torch.logsumexp(sums, 0)
-        return total, self.logits(rounded.float()) / temperature
+                at, last = targets[rows] - block.start, product.shape[1] - 1
+                found = self.log_sum_exp(product, self.logits, 1.0 / temperature, at.clamp(0, last))
+                sums[number, rows] = found[0]
+                rounded[rows] = torch.where((at >= 0) & (at <= last), found[1], rounded[rows])
+        return sums[0] if len(blocks) == 1 else torch.logsumexp(sums, 0), rounded
 
     def _columns_at_once(self, as_they_are: bool) -> int:
         """Return how many columns of logits to compute at once; on CUDA, all columns if the weight need not be cast."""
@@ -167,29 +169,27 @@ class Head:
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
-        """Return the first combination of scale and soft cap that reproduces the model's own logits; None if there is none.
+        """Return the combination of scale and soft cap that reproduces the model's own logits; None if there is none.
 
         The combinations are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
         """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
             return None  # if the head has an adapter, `weight` is the base layer's weight, without the adapter's changes
-        generator = torch.Generator(weight.device).manual_seed(0)
-        hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-        with autocasting(weight.device, None):
-            own = self._own_logits(hidden).float()
-            product = F.linear(hidden, weight, self._bias).float()
         config = self._model.config.get_text_config()
         scales = [1.0]
         for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
             value = getattr(config, name, None)
             scales += [float(value), 1.0 / float(value)] if value else []
-        for scale in scales:
-            for softcap in dict.fromkeys([getattr(config, "final_logit_softcapping", None), None]):
-                form = Logits(scale, softcap)
-                if torch.allclose(form(product), own, rtol=2e-2, atol=2e-2 * float(own.abs().max())):
-                    return form
-        return None
+        caps = dict.fromkeys([getattr(config, "final_logit_softcapping", None), None])
+        forms = [Logits(scale, cap) for scale in scales for cap in caps]
+        for size in _SMALL_AND_LARGE:
+            hidden, _ = self.drawn(4, size)
+            with autocasting(weight.device, None):
+                own = self._own_logits(hidden).float()
+                product = F.linear(hidden, weight, self._bias).float()
+            forms = [form for form in forms if _agree(form(product), own, weight.dtype)]
+        return forms[0] if forms else None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward computes if its backbone returns `hidden`."""
@@ -202,6 +202,17 @@ class Head:
             return logits
         finally:
             self._model._modules[name] = backbone
+
+
+def _agree(logits: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if logits that a formula computed in float32 are the model's own logits, computed in `dtype`."""
+    if logits.shape != own.shape:
+        return False
+    size = own.square().mean()
+    difference = (logits - own).square().mean().sqrt() / size.sqrt()
+    factor = (logits * own).mean() / size
+    of_single, of_factor = _FORMULA_TOLERANCE[dtype]
+    return bool(difference <= of_single) and bool((factor - 1).abs() <= of_factor)
 
 
 def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -235,17 +246,6 @@ def _in_tiles(count: int) -> int:
 def _slices(count: int, size: int) -> Iterator[slice]:
     """Return slices of length `size` that together cover range(count); the last slice may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:
-    """Apply `logits` to the product, multiply by `scale` (1 / temperature), and return each row's log-sum-exp, float32 (n,)."""
-    if product.device.type != "cpu":
-        return torch.logsumexp(logits(product.float()) * scale, 1)
-    out = torch.empty(len(product), dtype=torch.float32)
-    for start in range(0, len(product), _SUM_ROWS):
-        rows = slice(start, start + _SUM_ROWS)
-        out[rows] = torch.logsumexp(logits(product[rows].float()) * scale, 1)
-    return out
 
 
 class _Answer(torch.nn.Module):

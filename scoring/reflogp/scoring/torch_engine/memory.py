@@ -29,6 +29,9 @@ from reflogp.store.texts import first_line
 #: activations of longer passes do not fit in the cores' caches. (On two cores, with models of 100M and 500M parameters, passes
 #: of 2,048 tokens are 10% faster than passes of 4,096.)
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
+#: Number of elements of a tensor up to which compiled code counts them in 32 bits. For a larger one, torch compiles the layer
+#: again, with 64 bits (Gemma 2 27B has 36,864 values for a token between the products of its MLP).
+_MOST_ELEMENTS = (1 << 31) - 1
 #: The smallest token budget that `auto_token_budget` returns.
 _LEAST_TOKENS = 512
 #: Fraction of the free memory that activations may use. The rest is for logits, for buffers of kernels and for fragmentation.
@@ -46,10 +49,15 @@ _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> int:
     """Return a token budget, based on the memory that is free now."""
     fits = int(_SHARE * free_bytes(device) / _bytes_per_token(model.config, dtype))
-    enough = _ENOUGH_TOKENS_CUDA
+    enough = min(_ENOUGH_TOKENS_CUDA, _MOST_ELEMENTS // _widest(model))
     if device.type == "cpu":
         enough = min(_MOST_TOKENS_CPU, _ENOUGH_TOKENS_CORE * torch.get_num_threads())
     return max(_LEAST_TOKENS, min(enough, fits))
+
+
+def _widest(model: Any) -> int:
+    """Return the largest number of values that a layer computes for a token."""
+    return max((m.out_features for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear)), default=1)
 
 
 def least_pass_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:

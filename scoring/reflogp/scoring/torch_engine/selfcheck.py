@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -11,13 +12,16 @@ import numpy as np
 import torch
 
 from reflogp.scoring.errors import PictureError
-from reflogp.scoring.torch_engine import forward
+from reflogp.scoring.torch_engine import compilation, forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
-from reflogp.scoring.torch_engine.forward import Path, forward_pack, forward_padded, pack_states
+from reflogp.scoring.torch_engine.compilation import many_versions, or_fail
+from reflogp.scoring.torch_engine.forward import Path, forward_layout, forward_pack, forward_padded, forward_single
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import ImageFeatures, decoder_calls, layout_of
 from reflogp.scoring.torch_engine.load import LoadedModel
+from reflogp.scoring.torch_engine.log_sum_exp import LogSumExp, eager
+from reflogp.scoring.torch_engine.log_sum_exp import compiled as compiled_log_sum_exp
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
@@ -31,7 +35,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding errors grow with the logits. If the root mean square of the log-probs is above this value, the tolerance grows in
 #: proportion.
 _TYPICAL_LOGP = 5.0
-_PROMPT, _COMPLETIONS = 40, (23, 31, 17)
+_PROMPT, _COMPLETIONS = 40, (31, 17)
+#: Number of tokens of the long prompt, and the largest number that it may have so that it exceeds the model's sliding window.
+#: On a CPU, a model with a larger window is not worth the wait: a 7B model reads about 50 tokens a second there.
+_LONG_PROMPT, _LONGEST_PROMPT = 640, {"cpu": 1_100, "cuda": 4_200}
+#: Number of rows on which the head is checked: several tiles, and one row more.
+_HEAD_ROWS = 257
 #: Maximum number of sequences that the engine passes to `check_images`: the first sequences with images that it scores.
 IMAGE_CHECKS = 4
 
@@ -42,14 +51,15 @@ class SelfCheck:
 
     Attributes:
         path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
-        difference: root mean square difference between the log-probs of that path and those of separate, unpadded forward
-            passes of the same sequences, in nats per token.
+        difference: root mean square difference between the log-probs of that path and those of the model's own, unpadded
+            forward passes of the same sequences, in nats per token; the larger one of two packs.
         tolerance: largest allowed `difference`, in nats per token.
-        rejected: dict from the name of each rejected path or attention kernel to the reason; the name "compiled" stands for
-            compiled layers.
+        rejected: dict from the name of each rejected path or attention kernel to the reason. The name "compiled" stands for
+            compiled layers, "head" for the head's own products, and "log_sum_exp NAME" for a log-sum-exp.
         kernels: names of the attention kernels that `path` uses; if `path` is not "packed", only the name of the model's own
             attention implementation.
-        compiled: True if the decoder layers and the head's log-sum-exp are compiled.
+        compiled: True if the decoder layers are compiled.
+        log_sum_exp: how the head's log-sum-exp is computed: "triton", "compiled" or "eager" (see log_sum_exp.py).
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, made the difference
             exceed the tolerance, or were refused by the caller.
     """
@@ -60,6 +70,7 @@ class SelfCheck:
     rejected: dict[str, str]
     kernels: list[str]
     compiled: bool
+    log_sum_exp: str
     refused_kernels: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,16 +82,16 @@ class ImageCheck:
     """The result of the check that scores the first sequences with images to find out whether packing changes their values.
 
     Attributes:
-        path: how sequences with images are scored: "packed" or "padded".
-        difference: root mean square difference between the log-probs computed in a pack and the log-probs computed one sequence
-            at a time, in nats per token; None if packing was not possible.
+        path: how sequences with images are scored: "packed", "padded" or "single" (one sequence at a time).
+        difference: root mean square difference between the log-probs of that path and those of the model's own forward passes,
+            in nats per token; 0 for the path "single".
         reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
         refused_kernels: names of attention kernels that no pack with images may use.
     """
 
     path: Path
-    difference: float | None
+    difference: float
     reason: str
     both_ways: bool = False
     refused_kernels: tuple[str, ...] = ()
@@ -115,8 +126,20 @@ def check_images(
     """
     model, device = loaded.model, loaded.device
     with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
-        plain = np.concatenate([_padded(model, head, [sequence], device) for sequence in sequences])
-    difference: float | None = None
+        plain = [_plain(model, sequence, device) for sequence in sequences]
+    tolerance = tolerance_of(loaded.product_dtype, np.concatenate(plain))
+
+    def not_packed(reason: str) -> ImageCheck:
+        with forward.attention_of(model, own_attention):
+            padded = [_padded(model, head, [sequence], device) for sequence in sequences]
+        difference, problem = _compare(padded, plain, tolerance)
+        path: Path = "padded" if problem is None else "single"
+        warnings.warn(
+            f"sequences with images are scored on the {path} path, which is slower; the packed path was rejected: {reason}",
+            stacklevel=3,
+        )
+        return ImageCheck(path, difference if problem is None else 0.0, reason)
+
     refused = list(refused)
     try:
         with forward.attention_of(model, own_attention):
@@ -127,15 +150,15 @@ def check_images(
             both_ways = any(found for found, _ in layouts)
             problem = next((problem for _, problem in layouts if problem is not None), None)
             if problem is not None:
-                return _padded_images(problem)
+                return not_packed(problem)
             [pack] = packs(sequences, sum(map(len, sequences)))
             inputs = features.of_pack(pack, sequences, both_ways)
         values = _until_no_kernel_fails(
             refused, lambda: forward_pack(model, head, pack, device, 1.0, refused, inputs).cpu().numpy()
         )
         by_sequence = {index: values[where] for index, where in pack.members}
-        packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
-        difference, problem = _compare(packed, plain, tolerance_of(loaded.product_dtype, plain))
+        packed = [by_sequence[index] for index in range(len(sequences))]
+        difference, problem = _compare(packed, plain, tolerance)
     except PictureError:
         raise
     except Exception as error:  # models fail in many ways; any error means that this path does not work
@@ -143,7 +166,7 @@ def check_images(
             raise
         problem = first_line(error)
     if problem is not None:
-        return _padded_images(problem, difference)
+        return not_packed(problem)
     return ImageCheck("packed", difference, "", both_ways, tuple(refused))
 
 
@@ -161,18 +184,11 @@ def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> An
             refused.append(error.kernel)
 
 
-def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
-    warnings.warn(
-        f"sequences with images are scored on the padded path, which is slower; the packed path was rejected: {problem}",
-        stacklevel=3,
-    )
-    return ImageCheck("padded", difference, problem)
-
-
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Configure the model for the fastest path whose log-probs agree with those of ordinary forward passes.
+    """Configure the model and its head for the fastest way of scoring that agrees with the model's own forward passes.
 
-    Warn if the packed path is rejected.
+    What is compared is what will run: the head on large hidden states, packs with at most and with more than 128 tokens, a long
+    shared prefix that exceeds the sliding window, and padded batches. Warn if the packed path is rejected.
 
     Args:
         head: the model's output layer.
@@ -190,73 +206,149 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
 
 def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
     model, device = loaded.model, loaded.device
-    limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
     own_attention = model.config._attn_implementation
-    sequences = _sequences(loaded.vocab_size, min(limits, default=None))
-    plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
-    tolerance = tolerance_of(loaded.product_dtype, plain)
+    samples = _samples(loaded)
+    plain = [np.concatenate([_plain(model, sequence, device) for sequence in sample]) for sample in samples]
+    tolerance = tolerance_of(loaded.product_dtype, np.concatenate(plain))
     rejected = dict.fromkeys(refused, "refused by the caller")
-    found: tuple[Path, float] = ("single", 0.0)
-    kernels = [str(own_attention)]
-    while found[0] == "single":
+    log_sum_exp = _check_head(head, loaded, compile_layers, rejected)
+    padded, problem = _attempt(lambda: [_padded(model, head, samples[0], device)], plain[:1], tolerance)
+    if problem is not None:
+        rejected["padded"] = problem
+    packed, kernels = _check_packed(head, loaded, samples, plain, tolerance, refused, rejected)
+    is_compiled = False
+    if "packed" in rejected:
+        model.set_attn_implementation(own_attention)
+        path: Path = "single" if "padded" in rejected else "padded"
+        difference, kernels = (0.0 if path == "single" else padded), [str(own_attention)]
+        warnings.warn(
+            f"{type(model).__name__} uses the {path} path, which is slower than the packed path; the packed path "
+            f"was rejected: {rejected['packed']}",
+            stacklevel=2,
+        )
+    else:
+        path, difference = "packed", packed
+        if compile_layers:
+            compiled, problem = _try_compiled(model, head, samples, plain, device, tolerance, refused)
+            is_compiled = problem is None
+            if problem is None:
+                difference = compiled
+            else:
+                rejected["compiled"] = problem
+                name = type(model).__name__
+                warnings.warn(f"{name} runs without compiled layers, so scoring is slower: {problem}", stacklevel=2)
+    return SelfCheck(path, difference, tolerance, rejected, kernels, is_compiled, log_sum_exp, tuple(refused))
+
+
+def _check_packed(
+    head: Head,
+    loaded: LoadedModel,
+    samples: list[list[Sequence]],
+    plain: list[Any],
+    tolerance: float,
+    refused: list[str],
+    rejected: dict[str, str],
+) -> tuple[float, list[str]]:
+    """Find attention kernels with which packs agree with ordinary forward passes.
+
+    Kernels that fail, or with which packs disagree, are added to `refused` and `rejected`. If packs disagree with `by_branch`
+    too, "packed" is added to `rejected`.
+
+    Returns:
+        The difference (see `SelfCheck`), and the names of the kernels that are used.
+    """
+    while True:
+        layouts: list[PackLayout] = []
         try:
-            values, layout = _packed(model, head, sequences, device, refused)
+            values = _packed(loaded.model, head, samples, loaded.device, refused, layouts)
         except KernelFailedError as error:
             rejected[error.kernel] = error.reason
             if error.kernel not in (by_branch.__name__, *refused):
                 refused.append(error.kernel)
                 continue
             rejected["packed"] = str(error)
+            return float("nan"), []
         except Exception as error:  # models fail in many ways; any error means that this path does not work
             if is_out_of_memory(error):
                 raise
             rejected["packed"] = first_line(error)
-        else:
+            return float("nan"), []
+        kernels = set[str]().union(*(layout.kernels for layout in layouts))
+        for layout in layouts:
             rejected |= layout.declined
-            difference, problem = _compare(values, plain, tolerance)
-            doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # find out whether by_branch has the same problem
-                rejected |= dict.fromkeys(doubted, problem)
-                refused.extend(sorted(doubted))
-                continue
-            if problem is None:
-                found, kernels = ("packed", difference), sorted(layout.kernels)
-            else:
+        difference, problem = _compare(values, plain, tolerance)
+        doubted = kernels - {by_branch.__name__, *refused}
+        if problem is None or not doubted:
+            if problem is not None:
                 rejected["packed"] = problem
-        break
-    if found[0] == "single":
-        model.set_attn_implementation(own_attention)
+            return difference, sorted(kernels)
+        rejected |= dict.fromkeys(doubted, problem)  # find out whether by_branch has the same problem
+        refused.extend(sorted(doubted))
+
+
+def _check_head(head: Head, loaded: LoadedModel, compile_layers: bool, rejected: dict[str, str]) -> str:
+    """Compare the head with the model's own logits on large hidden states; return the name of the log-sum-exp that it uses.
+
+    What is wrong is not used: the model's own logits take the place of the head's products, and `log_sum_exp.eager` that of a
+    faster log-sum-exp. `rejected` then has the reason.
+    """
+    states, targets = head.drawn(_HEAD_ROWS)
+    at = torch.arange(len(targets), device=loaded.device)
+    own = head.logps_by_model(states, targets)
+    found = head.logps(states, at, targets)
+    problem = _compare([found.cpu().numpy()], [own.cpu().numpy()], tolerance_of(loaded.product_dtype, own.cpu().numpy()))[1]
+    if problem is not None and head.logits is not None:
+        head.logits = None
+        rejected["head"] = problem
+    if head.logits is None:
+        return eager.__name__
+    for name, load in _log_sum_exps(loaded.device, compile_layers):
+        problem = None
         try:
-            difference, problem = _compare(_padded(model, head, sequences, device), plain, tolerance)
-        except Exception as error:
+            head.log_sum_exp = load()
+            with many_versions(), or_fail():
+                faster, one = head.logps(states, at, targets), head.logps(states, at[:1], targets[:1])
+            if not torch.allclose(torch.cat([faster, one]), torch.cat([found, found[:1]]), rtol=1e-5, atol=1e-3):
+                problem = f"its values differ from those of {eager.__name__} by {float((faster - found).abs().max()):.3g}"
+        except Exception as error:  # compilers may raise any error
             if is_out_of_memory(error):
                 raise
-            difference, problem = float("nan"), first_line(error)
+            problem = f"{type(error).__name__}: {first_line(error)}"
         if problem is None:
-            found = ("padded", difference)
-        else:
-            rejected["padded"] = problem
-    if found[0] != "packed":
-        warnings.warn(
-            f"{type(model).__name__} uses the {found[0]} path, which is slower than the packed path; the packed path "
-            f"was rejected: {rejected['packed']}",
-            stacklevel=2,
-        )
-    is_compiled = False
-    if found[0] == "packed" and compile_layers:
-        difference, problem = _try_compiled(model, head, sequences, plain, device, tolerance, refused)
-        is_compiled = problem is None
-        if problem is None:
-            found = ("packed", difference)
-        else:
-            rejected["compiled"] = problem
-            warnings.warn(f"{type(model).__name__} runs without compiled layers, so scoring is slower: {problem}", stacklevel=2)
-    return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled, tuple(refused))
+            return name
+        rejected[f"log_sum_exp {name}"] = problem
+        head.log_sum_exp = eager
+    return eager.__name__
 
 
-def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """Return (RMS difference between `values` and `plain`, error message if it exceeds the tolerance, otherwise None)."""
-    difference = float(np.sqrt(np.mean((values - plain) ** 2)))
+def _log_sum_exps(device: torch.device, compile_layers: bool) -> list[tuple[str, Callable[[], LogSumExp]]]:
+    """Return name and loader of each log-sum-exp to try, fastest first."""
+
+    def by_triton() -> LogSumExp:
+        from reflogp.scoring.torch_engine import triton_log_sum_exp  # Triton is there only with CUDA
+
+        return triton_log_sum_exp.reduce
+
+    found: list[tuple[str, Callable[[], LogSumExp]]] = [("triton", by_triton)] if device.type == "cuda" else []
+    return [*found, ("compiled", compiled_log_sum_exp)] if compile_layers else found
+
+
+def _attempt(compute: Callable[[], list[Any]], plain: list[Any], tolerance: float) -> tuple[float, str | None]:
+    """Do what `_compare` does with what `compute` returns; an error that it raises is the problem."""
+    try:
+        return _compare(compute(), plain, tolerance)
+    except Exception as error:  # models and compilers fail in many ways; any error means that this way does not work
+        if is_out_of_memory(error):
+            raise
+        return float("nan"), f"{type(error).__name__}: {first_line(error)}"
+
+
+def _compare(values: list[Any], plain: list[Any], tolerance: float) -> tuple[float, str | None]:
+    """Return (difference, error message if it exceeds the tolerance, otherwise None).
+
+    The difference is the largest RMS difference between arrays of `values` and of `plain`.
+    """
+    difference = max(float(np.sqrt(np.mean((ours - own) ** 2))) for ours, own in zip(values, plain, strict=True))
     if difference <= tolerance:
         return difference, None
     return difference, (
@@ -272,55 +364,54 @@ def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
 def _try_compiled(
     model: Any,
     head: Head,
-    sequences: list[Sequence],
-    plain: Any,
+    samples: list[list[Sequence]],
+    plain: list[Any],
     device: torch.device,
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers and the head's log-sum-exp. Undo the compilation if it fails or changes the values too much.
+    """Compile the layers. Undo the compilation if it fails or changes the values too much.
 
     Returns:
-        (root mean square difference from `plain`, error message). The difference is NaN if an error occurred. The message is
-        None if the compiled layers can be used.
+        (difference, error message), as `_compare`. The message is None if the compiled layers can be used.
     """
-    eager = head.log_sum_exp
-    problem: str | None
-    difference = float("nan")
-    try:
-        forward.compile_layers(model)
-        head.log_sum_exp = forward.compiled_log_sum_exp()
-        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
-        changed = f"differ from those of an ordinary forward pass by {difference:.3g} nats per token (root mean square)"
-        problem = None if difference <= tolerance else f"with compiled layers, log-probs {changed}"
-    except Exception as error:  # compilers may raise any error
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    compilation.compile_layers(model)
+    with or_fail():
+        difference, problem = _attempt(lambda: _packed(model, head, samples, device, refused, []), plain, tolerance)
     if problem is not None:
-        forward.uncompile_layers(model)
-        head.log_sum_exp = eager
+        compilation.uncompile_layers(model)
+        problem = f"with compiled layers, {problem}"
     return difference, problem
 
 
-def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return four random sequences, three with the same prompt; all are shortened if the model has too few positions."""
+def _samples(loaded: LoadedModel) -> list[list[Sequence]]:
+    """Return two lists of random sequences, each for one pack; all are shortened if the model has too few positions.
+
+    The first pack has at most 128 tokens, which is one block of FlexAttention. In the second, two sequences share a prompt
+    that is longer than `_LONG_PROMPT` and, if this does not take too long, longer than the model's sliding window.
+    """
     random = np.random.default_rng(0)
-    room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
-    shrink = min(1.0, room)
+    limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
+    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None) or 0
+    wanted = window + _PROMPT if window + _PROMPT <= _LONGEST_PROMPT[loaded.device.type] else 0
+    room = min(limits, default=sys.maxsize)
+    long = max(1, min(max(_LONG_PROMPT, wanted), room - max(_COMPLETIONS)))
+    shrink = min(1.0, room / (_PROMPT + max(_COMPLETIONS)))
 
     def ids(count: int) -> list[int]:
-        return [int(i) for i in random.integers(0, vocab_size, max(1, int(count * shrink)))]
+        return [int(i) for i in random.integers(0, loaded.vocab_size, max(1, count))]
 
-    prompt = ids(_PROMPT)
-    return [*(Sequence(prompt, ids(n)) for n in _COMPLETIONS), Sequence(ids(_PROMPT // 2), ids(_PROMPT // 2))]
+    def pair(prompt: int) -> list[Sequence]:
+        shared = ids(prompt)
+        return [Sequence(shared, ids(int(count * shrink))) for count in _COMPLETIONS]
+
+    other = int(_PROMPT // 2 * shrink)
+    return [pair(int(_PROMPT * shrink)), [*pair(long), Sequence(ids(other), ids(other))]]
 
 
-@torch.inference_mode()
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Compute a sequence's log-probs from the logits of an ordinary, unpadded call of the model. `Head` is not used."""
-    ids = torch.from_numpy(sequence.ids()).to(device)
-    logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
-    start = len(sequence.prompt_ids)
-    return logps[torch.arange(start - 1, len(ids) - 1, device=device), ids[start:]].cpu().numpy()
+    """Compute a sequence's log-probs from the logits of an ordinary, unpadded call of the model."""
+    return forward_single(model, sequence, device).cpu().numpy()
 
 
 def _windowed_layers(config: Any) -> int:
@@ -353,34 +444,44 @@ def _recurrent_part(model: Any) -> str | None:
     return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
 
 
+@torch.inference_mode()
 def _packed(
-    model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
-) -> tuple[Any, PackLayout]:
-    """Score the sequences as one pack, and return (log-probs, layout).
+    model: Any,
+    head: Head,
+    samples: list[list[Sequence]],
+    device: torch.device,
+    refused: list[str],
+    layouts: list[PackLayout],
+) -> list[Any]:
+    """Score each list of sequences as one pack; return the log-probs of each list.
 
-    The layout contains a record of the attention calls and of the kernels that they used.
+    The packs' layouts are added to `layouts`. They contain a record of the attention calls and of the kernels that they used.
     """
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token and, in a pack, from one sequence to the next")
     model.set_attn_implementation(PACKED)
-    [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
-    layout = PackLayout(pack, device, refused)
-    pack_states(model, layout)
-    layers = int(model.config.get_text_config().num_hidden_layers)
-    if layout.layers_seen != layers:
-        raise ValueError(
-            f"the model has {counted(layers, 'layer')}, but it called transformers' attention interface "
-            f"{counted(layout.layers_seen, 'time')}"
-        )
-    if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
-        raise ValueError(
-            f"the number of layers that use sliding-window or chunked attention is {windows}, "
-            f"but the number that pass a window to the attention function is {layout.windows_seen}"
-        )
-    values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
-    by_sequence = {index: values[where] for index, where in pack.members}
-    return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout
+    config = model.config.get_text_config()
+    layers, windows = int(config.num_hidden_layers), _windowed_layers(config)
+    found = []
+    for sample in samples:
+        [pack] = packs(sample, sum(map(len, sample)), min_shared=4)
+        layout = PackLayout(pack, device, refused)
+        layouts.append(layout)
+        values = forward_layout(model, head, layout).cpu().numpy()
+        if layout.layers_seen != layers:
+            raise ValueError(
+                f"the model has {counted(layers, 'layer')}, but it called transformers' attention interface "
+                f"{counted(layout.layers_seen, 'time')}"
+            )
+        if layout.windows_seen != windows:
+            raise ValueError(
+                f"the number of layers that use sliding-window or chunked attention is {windows}, "
+                f"but the number that pass a window to the attention function is {layout.windows_seen}"
+            )
+        by_sequence = {index: values[where] for index, where in pack.members}
+        found.append(np.concatenate([by_sequence[index] for index in range(len(sample))]))
+    return found
 
 
 def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:

@@ -1,0 +1,91 @@
+"""Compile decoder layers and functions with torch, each version for any number of tokens.
+
+Without compilation, each operation between the matrix products (norms, rotary embeddings, gates, the log-sum-exp) reads and
+writes whole activations several times. On a CPU, these operations together then take half as much time as the matrix products.
+torch compiles only one decoder layer of each kind, and all layers of this kind run the compiled code ("regional compilation").
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as fx_config
+
+from reflogp.scoring.torch_engine.flops import expert_count
+
+#: Minimum number of parameters of a model that is compiled by default. Smaller models are not compiled, because the first
+#: compilation takes 10 to 40 s (torch caches the result on disk).
+COMPILE_FROM_PARAMETERS = 50_000_000
+#: Number of versions of a function that torch may compile in a process (its default is 8). Models of other sizes, other dtypes,
+#: heads and windows are other versions. Beyond this number, torch runs the function uncompiled.
+MOST_VERSIONS = 64
+
+
+def many_versions() -> AbstractContextManager[Any]:
+    """Return a context manager in which torch compiles up to `MOST_VERSIONS` versions of each function."""
+    changed: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=MOST_VERSIONS)
+    return changed
+
+
+def or_fail() -> AbstractContextManager[Any]:
+    """Return a context manager in which a function with too many versions raises an error instead of running uncompiled."""
+    changed: AbstractContextManager[Any] = dynamo_config.patch(fail_on_recompile_limit_hit=True)
+    return changed
+
+
+def should_compile(model: Any, device: torch.device) -> bool:
+    """Return True if compiling can save time: the model is large enough, has no experts, and can be compiled on this device.
+
+    Loops over experts depend on the data, so compilation would split them into many small graphs and save no time. Compilation
+    for a CPU needs a C++ compiler.
+    """
+    experts = expert_count(model.config.get_text_config())
+    compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
+    return not experts and compiler is not None and model.num_parameters() >= COMPILE_FROM_PARAMETERS
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """Return the decoder layers.
+
+    These are the modules of the first ModuleList that has `num_hidden_layers` modules. If there is no such ModuleList, the
+    result is empty.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    return list(next(lists, torch.nn.ModuleList()))
+
+
+def compile_layers(model: Any) -> None:
+    """Compile the decoder layers in place, for any number of tokens."""
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def uncompile_layers(model: Any) -> None:
+    """Undo `compile_layers`."""
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None
+
+
+def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """Compile a function so that it accepts tensors of any size; a call that would not be compiled raises an error.
+
+    torch still compiles a separate version for tensors with a dimension of size 1.
+
+    Without `use_duck_shape=False`, two sizes that happen to be equal in the first call, for example 2 key heads and 2 blocks of
+    a pack, would be compiled as the same size. Without `specialize_float`, a scale or a soft cap would be passed as a CPU
+    tensor, and FlexAttention's CUDA template would mistake the tensor for a pointer.
+    """
+    compiled = torch.compile(function, dynamic=True, backend=backend)
+    sizes: Any = fx_config
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        with sizes.patch(use_duck_shape=False), dynamo_config.patch(specialize_float=True), many_versions(), or_fail():
+            return compiled(*args, **keywords)
+
+    return call

@@ -1,0 +1,161 @@
+"""The self-check against what it must find: each defect is hidden from short packs, or from all but one path."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine import TorchEngine, attention, selfcheck
+from reflogp.scoring.torch_engine import head as head_module
+from reflogp.scoring.torch_engine.load import in_memory
+from tests.conftest import plain_token_logps
+from tools.families import VOCAB, build
+from tools.fidelity import rms, some_pairs
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama(cls=tf.LlamaForCausalLM, boost: float = 1.0, **changes):
+    torch.manual_seed(0)
+    model = cls(tf.LlamaConfig(**{**SIZES, **changes})).eval()
+    model.model.norm.weight.data *= boost
+    return model
+
+
+def first_kernel(monkeypatch, compute):
+    """Put a kernel before `by_branch` that computes what `compute(layout, call)` returns."""
+    compute.__name__ = "first"
+    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(compute, lambda: True, lambda call: None),))
+
+
+def checked(model) -> selfcheck.SelfCheck:
+    return TorchEngine(in_memory(model), compile_layers=False).self_check
+
+
+def test_a_kernel_that_agrees_is_used(monkeypatch):
+    first_kernel(monkeypatch, lambda layout, call: attention.by_branch(layout, call))
+    assert checked(llama()).kernels == ["first"]
+
+
+def test_a_kernel_that_is_wrong_only_beyond_600_keys_is_refused(monkeypatch):
+    def forgets_early_keys(layout, call):
+        if len(layout._pack) <= 600:
+            return attention.by_branch(layout, call)
+        return attention.by_branch(layout, dataclasses.replace(call, window=600))
+
+    first_kernel(monkeypatch, forgets_early_keys)
+    check = checked(llama())
+    assert check.kernels == ["by_branch"] and "first" in check.rejected
+
+
+def test_a_kernel_that_is_wrong_only_in_packs_of_one_block_is_refused(monkeypatch):
+    def wrong_in_one_block(layout, call):
+        return attention.by_branch(layout, call) * (1.0 if len(layout._pack) > 128 else 0.9)
+
+    first_kernel(monkeypatch, wrong_in_one_block)
+    check = checked(llama())
+    assert check.kernels == ["by_branch"] and "first" in check.rejected
+
+
+@pytest.mark.parametrize("window", [300, 900])
+def test_a_kernel_that_ignores_the_window_is_refused(window, monkeypatch):
+    first_kernel(monkeypatch, lambda layout, call: attention.by_branch(layout, dataclasses.replace(call, window=None)))
+    torch.manual_seed(0)
+    check = checked(tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=window)))
+    assert check.kernels == ["by_branch"] and "first" in check.rejected
+
+
+class OtherInputs(tf.LlamaForCausalLM):
+    """Its own forward reads other tokens than its backbone alone does, so that only its own forward is right."""
+
+    def forward(self, input_ids=None, **keywords):
+        return super().forward(input_ids=(input_ids + 1) % VOCAB, **keywords)
+
+
+def test_the_last_fallback_is_the_models_own_forward():
+    model = llama(OtherInputs)
+    sequences = some_pairs(8)
+    with pytest.warns(UserWarning, match="single path"):
+        engine = TorchEngine(in_memory(model), compile_layers=False)
+    assert engine.self_check.path == "single" and {"packed", "padded"} <= set(engine.self_check.rejected)
+    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_padded_batches_that_are_wrong_are_not_used_for_sequences_with_a_mask(monkeypatch):
+    """A model that is packed still needs them there."""
+    real = selfcheck.forward_padded
+    monkeypatch.setattr(selfcheck, "forward_padded", lambda *arguments: real(*arguments) - 1.0)
+    engine = TorchEngine(in_memory(llama()), compile_layers=False)
+    assert engine.self_check.path == "packed" and "padded" in engine.self_check.rejected
+    assert engine._is_single(has_images=False)
+
+
+HEADS = {
+    "a soft cap of another name": lambda: tf.RecurrentGemmaForCausalLM(
+        tf.RecurrentGemmaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, lru_width=32, attention_window_size=32, pad_token_id=0,
+        )
+    ),
+    "a scale near one": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SIZES, logits_scaling=1.015)),
+    "a scale nearer to one": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SIZES, logits_scaling=1.002)),
+    "a soft cap": lambda: build("Gemma 2 (soft caps, sliding window 8)"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*path, which is slower")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HEADS)
+def test_large_logits_are_the_models_own(name, dtype):
+    """Trained models have large final norms: a cap or a scale that makes no difference to small logits does so to theirs."""
+    torch.manual_seed(0)
+    model = HEADS[name]().eval()
+    for parameter, weight in model.named_parameters():
+        if parameter.endswith("norm.weight") and "layers" not in parameter:
+            weight.data += 20.0
+    sequences = some_pairs(4)
+    model = model.to(dtype)
+    plain = [np.array(plain_token_logps(model, s.prompt_ids, s.completion_ids)) for s in sequences]
+    found = TorchEngine(in_memory(model), compile_layers=False).score(sequences)
+    size = rms(plain, [0 * values for values in plain])
+    assert rms(found, plain) <= size * (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_log_sum_exp_that_differs_is_not_used(monkeypatch):
+    def too_high(*arguments):
+        sums, targets = selfcheck.eager(*arguments)
+        return sums + 0.01, targets
+
+    monkeypatch.setattr(selfcheck, "_log_sum_exps", lambda device, compile_layers: [("too high", lambda: too_high)])
+    check = checked(llama())
+    assert check.log_sum_exp == "eager" and "differ" in check.rejected["log_sum_exp too high"]
+
+
+def test_products_that_differ_from_the_models_own_logits_are_not_used(monkeypatch):
+    monkeypatch.setattr(head_module, "_agree", lambda *arguments: True)  # the formula is taken unseen
+    model = tf.GraniteForCausalLM(tf.GraniteConfig(**SIZES, logits_scaling=4.0))
+    engine = TorchEngine(in_memory(model), compile_layers=False)
+    assert "head" in engine.self_check.rejected and engine._head.logits is None
+
+
+def test_a_float32_head_of_a_model_whose_logits_only_its_own_code_computes_is_refused(monkeypatch):
+    monkeypatch.setattr(head_module.Head, "_find_logits", lambda self: None)
+    with pytest.raises(EngineError, match="only the model's own code computes its logits, in bfloat16"):
+        TorchEngine(in_memory(llama().to(torch.bfloat16)), lm_head_dtype="float32", compile_layers=False)
