@@ -22,6 +22,8 @@ from reflogp.scoring.torch_engine.packing import Pack, packs
 
 #: Maximum number of float32 logits that the padded side's head computes at once: 2**28 are 1 GiB.
 _LOGITS_AT_ONCE = 1 << 28
+#: Batch sizes of the padded sides, in sequences.
+BATCHES = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error, after its type."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
 def around_same_weights(model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -213,3 +220,27 @@ class Padded:
             logits = self._model.lm_head(states[at : at + step]).float()
             parts.append(torch.log_softmax(logits, -1).gather(1, targets[at : at + step, None])[:, 0])
         return torch.cat(parts)
+
+
+def best_padded(model: Any, trial: Pairs, attention: str, whole_logits: bool, deadline: float) -> Padded:
+    """Return the padded side with the fastest batch size for the trial pairs; its `about` has the rate of each batch size."""
+    rates: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    for batch in BATCHES:
+        if rates and batch > 2 * len(trial.rows):
+            break
+        side = Padded(model, batch, attention, whole_logits)
+        try:
+            side.run(trial.spread(batch // 2), float("inf"))
+            run = side.run(trial, float("inf"))
+        except RuntimeError as error:  # out of memory, or more elements than a kernel can index
+            if not rates:
+                raise
+            failed[batch] = reason(error)
+            break
+        rates[batch] = run.tokens / run.seconds
+        if rates[batch] < 0.9 * max(rates.values()) or time.perf_counter() > deadline:
+            break  # padding costs more than larger products gain, or there is no time for more
+    best = Padded(model, max(rates, key=lambda batch: rates[batch]), attention, whole_logits)
+    best.about |= {"tokens_per_second_at_batch": rates, "failed_at_batch": failed}
+    return best

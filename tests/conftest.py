@@ -35,6 +35,8 @@ LONGEST = (
     "service/test_staying_up",
     "trainer_ext/test_online",
     "service/test_pages",
+    "benchmarks/test_gpu_first",
+    "benchmarks/test_gpu",
     "examples/test_examples",
     "docs/test_blocks",
     "docs/test_reference",

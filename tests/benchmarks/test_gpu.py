@@ -17,15 +17,27 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.slow
 
 #: What the benchmark's machine lacks. transformers itself needs httpx, for a hub that nobody asks.
-HIDDEN = "deltalake,datasets,trl,ray,vllm,pydantic,httpx!huggingface_hub"
-NUMBERS = ("seconds", "tokens_per_second", "utilization", "operations", "error_rms", "prepare_s", "elapsed_s")
+HIDDEN = "deltalake,datasets,trl,ray,vllm,deepspeed,pydantic,httpx!huggingface_hub"
+NUMBERS = (
+    "steady_tokens_per_second",
+    "tokens_per_second",
+    "seconds",
+    "operations",
+    "utilization",
+    "utilization_of_burst",
+    "error_rms",
+    "prepare_s",
+    "elapsed_s",
+)
+#: One thread: passes of 1,024 tokens, so that there are passes between the first and the last.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OUT")}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"
 
 
 def run_benchmark(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.without", HIDDEN, "--", "benchmarks/gpu.py", "--device", "cpu", "--shapes", "tiny"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, "--out", str(folder), *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        [*command, *arguments], cwd=REPOSITORY, env=ENVIRONMENT | {"OUT": str(folder)}, capture_output=True, text=True
     )
     [file] = folder.glob("gpu-*.json")
     return done, json.loads(file.read_text())
@@ -33,10 +45,10 @@ def run_benchmark(folder: Path, *arguments: str) -> tuple[subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[str, Any]:
-    done, results = run_benchmark(tmp_path_factory.mktemp("results"))
+    done, results = run_benchmark(tmp_path_factory.mktemp("results"), "--rounds", "2")
     assert done.returncode == 0, done.stderr
     assert results["installed"]["transformers"]
-    return results
+    return results | {"printed": done.stdout}
 
 
 def test_every_side_has_its_figures_or_a_reason(measured):
@@ -51,13 +63,48 @@ def test_every_side_has_its_figures_or_a_reason(measured):
             assert "not for this device" in entry["skipped"]
         else:
             assert all(entry[number] > 0 for number in NUMBERS), (name, entry)
-            assert len(entry["runs"]) == 3 and not entry["incomplete"]
-            assert sum(entry["passes"]["seconds"]) == pytest.approx(entry["runs"][-1]["seconds"], rel=0.2, abs=0.02)
+            assert len(entry["runs"]) == 2 and not entry["incomplete"]
+            assert sum(entry["pass_seconds"]) == pytest.approx(entry["runs"][-1]["seconds"], rel=0.2, abs=0.02)
+            assert entry["graphs_compiled"] == {"preparing": 0, "runs": 0}, "small models are not compiled on a CPU"
+            rates = [f"{entry[rate]:,.0f} tokens/s" for rate in NUMBERS[:2]]
+            assert f"{name}: {rates[0]} steady, {rates[1]} in whole runs" in measured["printed"]
     assert {"transformers, padded", "transformers, padded, head on completions", "reflogp, by_branch"} <= set(sides)
     assert measured["shapes"]["tiny"]["ratio_to_best_padded"] > 0
     head = measured["shapes"]["tiny"]["head"]
     assert head["reflogp"]["milliseconds"] > 0
     assert all(set(entry) & {"milliseconds", "skipped"} for entry in head.values())
+
+
+def test_products_are_measured_in_a_burst_and_over_seconds(measured):
+    products = measured["product_tflops"]
+    assert 0 < products["over_3_seconds"] < 4 * products["burst"]
+
+
+def test_kernels_are_listed_by_their_time(measured):
+    kernels = measured["shapes"]["tiny"]["kernels"]
+    rows = kernels["kernels"]
+    assert 10 < len(rows) <= 22 and all(row["seconds"] > 0 and row["calls"] > 0 for row in rows)
+    assert [row["share"] for row in rows] == sorted((row["share"] for row in rows), reverse=True)
+    assert 0.9 < sum(row["share"] for row in rows) <= 1.001
+    products = sum(row["share"] for row in rows if row["name"] in ("aten::mm", "aten::addmm", "aten::bmm"))
+    assert kernels["products"] == pytest.approx(products, abs=0.01) and products > 0.3
+    assert 0 <= kernels["attention"] < 0.5
+    assert 0.3 < kernels["busy"] < 1.1 and kernels["seconds"] > 0
+    assert all(row["name"][:90] in measured["printed"] for row in rows)
+
+
+def test_online_requests_have_percentiles_alone_and_beside_a_job(measured):
+    online = measured["shapes"]["tiny"]["online"]
+    assert online["job_tokens_per_second"] > 0
+    for by_length in (online["alone"], online["beside_a_job"]):
+        assert set(by_length) == {"512 tokens", "64 tokens"}
+        for row in by_length.values():
+            assert row["count"] > 0 and row["first_ms"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"]
+            assert row["graphs_compiled"] == {"first": 0, "others": 0}
+            assert f"p50 {row['p50_ms']:.1f} ms, p99 {row['p99_ms']:.1f} ms" in measured["printed"]
+    assert online["alone"]["64 tokens"]["p50_ms"] < online["alone"]["512 tokens"]["p50_ms"]
+    for length, row in online["beside_a_job"].items():
+        assert row["p50_ms"] > online["alone"][length]["p50_ms"], "a request waits for the job's pass"
 
 
 def test_the_sides_compute_the_same_log_probs(measured):
@@ -78,27 +125,18 @@ def test_what_there_is_no_time_for_is_skipped_by_name(minutes, tmp_path):
         assert entry["skipped"] in ("no time left", "not installed", "not installed, or not for this device")
 
 
-def test_the_gpu_tests_are_collected_on_such_a_machine():
-    """Where there is no GPU they are skipped, with the reason."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.without",
-        HIDDEN,
-        "--",
-        "pytest",
-        "-m",
-        "gpu",
-        "-rs",
-        "tests/gpu",
-        "-p",
-        "no:cacheprovider",
-    ]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("REFLOGP_GPU_TESTS_DEVICE", None)
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "no CUDA device" in done.stdout and "passed" not in done.stdout
+def test_compiled_graphs_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import gpu_measures
+    import torch
+
+    function = torch.compile(lambda numbers: numbers + 1, backend="eager", dynamic=False)
+    before = gpu_measures.graphs_compiled()
+    function(torch.zeros(3))
+    function(torch.ones(3))
+    assert gpu_measures.graphs_compiled() == before + 1
+    function(torch.zeros(4))
+    assert gpu_measures.graphs_compiled() == before + 2
 
 
 def test_a_hidden_package_is_not_there(tmp_path):

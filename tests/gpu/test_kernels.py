@@ -149,7 +149,7 @@ def test_the_chosen_kernel_is_the_fastest_that_is_installed(tmp_path):
     build("Llama").save_pretrained(tmp_path)
     check = TorchEngine(str(tmp_path), "bfloat16", DEVICE).self_check
     assert check.kernels == installed_kernels(torch.device(DEVICE).type)[:1], check.rejected
-    assert not check.rejected
+    assert not check.rejected.keys() - {"cpu_blocks"}  # which not every CPU can run
     assert check.log_sum_exp == ("eager" if DEVICE == "cpu" else "triton")
 
 
