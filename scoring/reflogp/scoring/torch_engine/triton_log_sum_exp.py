@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,19 +12,20 @@ from reflogp.scoring.torch_engine.log_sum_exp import Logits
 COLUMNS, WARPS = 4096, 4
 
 
+# Triton would compile annotations of other types than its own.
 @triton.jit  # type: ignore[untyped-decorator]
-def kernel(
-    product: Any,
-    targets: Any,
-    sums: Any,
-    found: Any,
-    columns: Any,
-    form_scale: Any,
-    softcap: Any,
-    scale: Any,
+def kernel(  # type: ignore[no-untyped-def]
+    product,
+    targets,
+    sums,
+    found,
+    columns,
+    form_scale,
+    softcap,
+    scale,
     HAS_CAP: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+):
     """Reduce one row: keep the maximum so far, and the sum of exponentials relative to it (arxiv.org/abs/1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     logits = product + row * columns
