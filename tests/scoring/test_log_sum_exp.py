@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +70,27 @@ def test_the_triton_kernel_in_tritons_interpreter():
     assert max(found["errors"].values()) <= 5e-6  # of a cap of 30, times the rounding of a sigmoid
     once = found["logits"] + 2 * found["rows"]  # each row also reads its target's number and its target's logit
     assert found["read"] == once
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="Triton is not built for this machine")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_the_triton_kernel_compiles_for_an_h100_and_fits_in_registers(dtype, has_cap, tmp_path):
+    """No GPU is needed to compile. The interpreter accepts kernels that the compiler does not."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from reflogp.scoring.torch_engine import triton_log_sum_exp
+
+    pointers = {"product": f"*{dtype}", "targets": "*i64", "sums": "*fp32", "found": "*fp32"}
+    numbers = {"columns": "i32", "form_scale": "fp32", "softcap": "fp32", "scale": "fp32"}
+    constants = {"HAS_CAP": has_cap, "COLUMNS": triton_log_sum_exp.COLUMNS}
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(triton_log_sum_exp.kernel, signature, constants)
+    options = {"num_warps": triton_log_sum_exp.WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    assert "STACK:0" in usage and "LOCAL:0" in usage, usage
