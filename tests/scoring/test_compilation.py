@@ -36,6 +36,13 @@ def layers(monkeypatch) -> CompileCounterWithBackend:
     return counter
 
 
+@pytest.fixture
+def few_versions(monkeypatch):
+    monkeypatch.setattr(compilation, "MOST_VERSIONS", 2)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+
+
 def qwen2(width: int):
     config = tf.Qwen2Config(
         vocab_size=160,
@@ -60,8 +67,7 @@ def test_ten_sizes_of_one_class_stay_compiled(layers):
         assert layers.frame_count > before, f"size {number + 1} runs uncompiled"
 
 
-def test_a_size_too_many_is_said_to_be_uncompiled(layers, monkeypatch):
-    monkeypatch.setattr(compilation, "MOST_VERSIONS", 2)
+def test_a_size_too_many_is_said_to_be_uncompiled(layers, few_versions):
     for number in range(4):
         before = layers.frame_count
         with pytest.warns(UserWarning, match="runs without compiled layers") if number >= 2 else pytest.MonkeyPatch.context():
@@ -99,15 +105,14 @@ def test_flex_attention_stays_compiled_over_twelve_variants_in_a_process(monkeyp
         assert counter.frame_count > before, f"{variant} runs unfused"
 
 
-def test_a_flex_variant_too_many_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(compilation, "MOST_VERSIONS", 3)
+def test_a_flex_variant_too_many_is_refused_by_name(few_versions, monkeypatch):
     compiled = compilation.any_size(flex_attention, CompileCounterWithBackend("eager"))
     monkeypatch.setattr(attention, "_compiled_flex", lambda device_type: compiled)
     monkeypatch.setattr(attention, "choose_kernel", lambda call, refused: attention.flex)
-    for variant in VARIANTS[:3]:
+    for variant in VARIANTS[:2]:
         flex_error(*variant)
     with pytest.raises(attention.KernelFailedError, match="flex: FailOnRecompileLimitHit"):
-        flex_error(*VARIANTS[3], compute=through_a_layer)
+        flex_error(*VARIANTS[2], compute=through_a_layer)
 
 
 def flex_error(heads, key_heads, size, value_size, dtype, cap, window, sinks, prompt, compute=attention.flex) -> float:

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine import TorchEngine, attention, selfcheck
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, selfcheck
 from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.load import in_memory
 from tests.conftest import plain_token_logps
@@ -159,3 +159,69 @@ def test_a_float32_head_of_a_model_whose_logits_only_its_own_code_computes_is_re
     monkeypatch.setattr(head_module.Head, "_find_logits", lambda self: None)
     with pytest.raises(EngineError, match="only the model's own code computes its logits, in bfloat16"):
         TorchEngine(in_memory(llama().to(torch.bfloat16)), lm_head_dtype="float32", compile_layers=False)
+
+
+def test_a_model_that_cannot_read_the_long_prompt_is_checked_on_the_short_pack(monkeypatch):
+    """Its real limit may stand in no field of the config."""
+
+    class Short(tf.LlamaForCausalLM):
+        def forward(self, input_ids=None, **keywords):
+            if input_ids.shape[1] > 512:
+                raise IndexError("index out of range in self")
+            return super().forward(input_ids=input_ids, **keywords)
+
+    assert checked(llama(Short)).path == "packed"
+
+
+def test_learned_positions_limit_the_long_prompt():
+    model = tf.RobertaForCausalLM(
+        tf.RobertaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, is_decoder=True,
+            max_position_embeddings=514, pad_token_id=1,
+        )
+    ).eval()  # fmt: skip
+    with pytest.warns(UserWarning, match="path, which is slower"):
+        engine = TorchEngine(in_memory(model), compile_layers=False)
+    sequences = some_pairs(4)
+    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_the_long_prompt_fits_in_scarce_memory(monkeypatch):
+    monkeypatch.setattr(selfcheck, "auto_token_budget", lambda *arguments: 512)
+    [short, long] = selfcheck._samples(in_memory(llama()))
+    assert sum(map(len, short)) <= 128 and max(map(len, long)) == 512
+
+
+def test_the_check_keeps_the_logits_of_completions_only(monkeypatch):
+    """A long prompt's logits of a vocabulary of 256,000 would take gigabytes."""
+    model = llama()
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[-2]))
+    checked(model)
+    assert max(rows) <= selfcheck._HEAD_ROWS
+
+
+def test_a_quantized_head_is_left_to_the_model():
+    model = llama()
+    head = torch.nn.Linear(64, VOCAB, bias=False)
+    weight = head.weight.data.clone()
+    head.weight = torch.nn.Parameter((weight * 1000).to(torch.int8), requires_grad=False)
+    head.forward = lambda states: states @ (head.weight.to(states.dtype) / 1000).T
+    model.lm_head = head
+    sequences = some_pairs(4)
+    with pytest.warns(UserWarning, match="single path"):
+        engine = TorchEngine(in_memory(model), compile_layers=False)
+    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_a_float32_head_is_refused_where_only_the_models_own_forward_is_right(monkeypatch):
+    """Sequences with a mask need padded batches, which are wrong here."""
+    real = selfcheck.forward_padded
+    monkeypatch.setattr(selfcheck, "forward_padded", lambda *arguments: real(*arguments) - 1.0)
+    engine = TorchEngine(in_memory(llama().to(torch.bfloat16)), lm_head_dtype="float32", compile_layers=False)
+    [plain] = engine.score([Sequence([5] * 9, [7, 8])])
+    assert np.isfinite(plain).all()
+    with pytest.raises(EngineError, match="only the model's own code computes its logits"):
+        engine.score([Sequence([5] * 9, [7, 8], attention_mask=[1] * 11)])

@@ -8,8 +8,9 @@ torch compiles only one decoder layer of each kind, and all layers of this kind 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,20 +23,26 @@ from reflogp.scoring.torch_engine.flops import expert_count
 #: compilation takes 10 to 40 s (torch caches the result on disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
 #: Number of versions of a function that torch may compile in a process (its default is 8). Models of other sizes, other dtypes,
-#: heads and windows are other versions. Beyond this number, torch runs the function uncompiled.
+#: heads and windows are other versions. Beyond this number, torch runs the function uncompiled, except within `or_fail`.
 MOST_VERSIONS = 64
+#: torch 2.11 has its settings for the whole process, so only one thread at a time may change and restore them.
+_settings = threading.RLock()
 
 
-def many_versions() -> AbstractContextManager[Any]:
-    """Return a context manager in which torch compiles up to `MOST_VERSIONS` versions of each function."""
-    changed: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=MOST_VERSIONS)
-    return changed
+def allow_many_versions() -> None:
+    """Let torch compile up to `MOST_VERSIONS` versions of each function that this thread runs.
+
+    The setting stays as it is, because restoring it would take it from another thread's pass.
+    """
+    if dynamo_config.recompile_limit < MOST_VERSIONS:
+        dynamo_config.recompile_limit = MOST_VERSIONS
 
 
-def or_fail() -> AbstractContextManager[Any]:
-    """Return a context manager in which a function with too many versions raises an error instead of running uncompiled."""
-    changed: AbstractContextManager[Any] = dynamo_config.patch(fail_on_recompile_limit_hit=True)
-    return changed
+@contextmanager
+def or_fail() -> Iterator[None]:
+    """While the block runs, raise an error where torch would run a function with too many versions uncompiled."""
+    with _settings, dynamo_config.patch(fail_on_recompile_limit_hit=True):
+        yield
 
 
 def should_compile(model: Any, device: torch.device) -> bool:
@@ -85,7 +92,8 @@ def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
     sizes: Any = fx_config
 
     def call(*args: Any, **keywords: Any) -> Any:
-        with sizes.patch(use_duck_shape=False), dynamo_config.patch(specialize_float=True), many_versions(), or_fail():
+        allow_many_versions()
+        with or_fail(), sizes.patch(use_duck_shape=False), dynamo_config.patch(specialize_float=True):
             return compiled(*args, **keywords)
 
     return call

@@ -66,7 +66,7 @@ class TorchEngine:
         lm_head_dtype: "float32" to compute the logits in float32; None for the model's dtype. The dtype of the logits is part
             of the reference id.
         compile_layers: whether to run the decoder layers through torch.compile; None lets the engine decide based on the device
-            and the model (`forward.should_compile`).
+            and the model (`compilation.should_compile`).
         refused_kernels: names of attention kernels that must not be used (`attention.installed_kernels` lists the names).
         trust_remote_code: whether to run modeling code from the checkpoint.
 
@@ -127,14 +127,20 @@ class TorchEngine:
         with memory_errors(self.device, "the self-check was running"), on_device(self.device):
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
-            if lm_head_dtype not in (None, own_head) and (self._head.logits is None or self.self_check.path == "single"):
-                raise EngineError(
-                    f"lm_head_dtype {lm_head_dtype!r}: only the model's own code computes its logits, in {own_head}; omit it"
-                )
+            self._other_head = lm_head_dtype if lm_head_dtype not in (None, own_head) else None
+            if self._head.logits is None or self.self_check.path == "single":
+                self._require_own_head()
             if token_budget == "auto":
                 token_budget = auto_token_budget(self._loaded.model, self.device, self._loaded.dtype)
         self.token_budget = self._first_budget = token_budget
         self._good_passes = 0
+
+    def _require_own_head(self) -> None:
+        if self._other_head is not None:
+            raise EngineError(
+                f"lm_head_dtype {self._other_head!r}: only the model's own code computes its logits, in "
+                f"{self._loaded.dtype_name}; omit it"
+            )
 
     def __repr__(self) -> str:
         name = "closed" if self._loaded.model is None else type(self._loaded.model).__name__
@@ -247,7 +253,7 @@ class TorchEngine:
                     again.extendleft(reversed(list(self._units_of(places, waiting))))
                     continue
                 try:
-                    if unit.with_images is not None and not self._agrees_on_images(unit):
+                    if self._is_outdated(unit):
                         again.extendleft(reversed(list(self._units_of(places, waiting))))
                         continue
                     if before is not None:
@@ -287,6 +293,14 @@ class TorchEngine:
                     again.appendleft(unit)
             if flying is not None:
                 yield self._landed(flying, waiting)
+
+    def _is_outdated(self, unit: Unit) -> bool:
+        """Return True if a check of images, which may run now, has shown that the unit must be scored in another way."""
+        if unit.with_images is not None:
+            return not self._agrees_on_images(unit)
+        if isinstance(unit.work, Pack) or unit.work[0].images is None:
+            return False
+        return self._is_single(has_images=True) and not unit.is_single
 
     def _agrees_on_images(self, unit: Unit) -> bool:
         """Return True if packing does not change the values of sequences with images, so that such sequences may be packed.
@@ -436,7 +450,8 @@ class TorchEngine:
                 with_images = sequences if has_images else None
                 yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences), with_images)
             return
-        budget = 1 if self._is_single(has_images) else self._pass_limit()
+        is_single = self._is_single(has_images)
+        budget = 1 if is_single else self._pass_limit()
         for batch in padded_batches(sequences, budget):
             members, start = [], 0
             for index in batch:
@@ -444,7 +459,8 @@ class TorchEngine:
                 members.append((index, np.arange(start, stop)))
                 start = stop
             chosen = [sequences[index] for index in batch]
-            yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
+            tokens = len(batch) * max(map(len, chosen))
+            yield Unit(chosen, tuple(members), tokens, self._flops.padded(chosen), is_single=is_single)
 
     def _is_single(self, has_images: bool) -> bool:
         """Return True if sequences that are not packed are scored one at a time, because padded batches have wrong values."""
@@ -470,7 +486,8 @@ class TorchEngine:
                     values = forward_pack(model, self._head, unit.work, self.device, temperature, refused, inputs)
                 else:
                     with attention_of(model, self._own_attention):
-                        if self._is_single(unit.work[0].images is not None):
+                        if unit.is_single:
+                            self._require_own_head()
                             values = forward_single(model, unit.work[0], self.device, temperature)
                         else:
                             values = forward_padded(model, self._head, unit.work, self.device, temperature)

@@ -29,6 +29,7 @@ class Unit:
         tokens: number of tokens in the pass, including padding.
         operations: operation counts of the pass.
         with_images: if the pack has images, the sequences that the indices in `work.members` refer to; None otherwise.
+        is_single: True if `work` is a single sequence that the model's own forward scores.
     """
 
     work: Pack | list[Sequence]
@@ -36,6 +37,7 @@ class Unit:
     tokens: int
     operations: Operations
     with_images: list[Sequence] | None = None
+    is_single: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
-from reflogp.scoring.torch_engine.compilation import many_versions
+from reflogp.scoring.torch_engine.compilation import allow_many_versions
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
@@ -53,8 +54,8 @@ def forward_layout(
     model: Any, head: Head, layout: PackLayout, temperature: float = 1.0, inputs: DecoderInputs | None = None
 ) -> torch.Tensor:
     """Do what `forward_pack` does, with a layout that the caller has made in inference mode and can inspect afterwards."""
-    with many_versions():
-        return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
+    allow_many_versions()
+    return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()
@@ -84,6 +85,7 @@ def forward_padded(
     The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
     """
+    allow_many_versions()
     inputs, predicts, targets = _padded_inputs(batch, device)
     states = model.base_model(**inputs, use_cache=False).last_hidden_state
     return head.logps(states.flatten(0, 1), predicts.flatten().nonzero()[:, 0].to(device), targets, temperature)
@@ -93,10 +95,13 @@ def forward_padded(
 def forward_single(model: Any, sequence: Sequence, device: torch.device, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probs of a sequence's completion tokens, float32 (completion tokens,), from the model's own logits.
 
-    This is an ordinary call of the model. No other code of the engine takes part, so the other paths are compared with it.
+    This is an ordinary call of the model, with which the self-check compares all other ways of scoring.
     """
-    inputs, predicts, targets = _padded_inputs([sequence], device)
-    logits = model(**inputs, use_cache=False).logits[0][predicts[0].to(device)]
+    allow_many_versions()
+    inputs, _, targets = _padded_inputs([sequence], device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:  # nearly all models: logits of these positions only
+        inputs["logits_to_keep"] = len(targets) + 1
+    logits = model(**inputs, use_cache=False).logits[0, -len(targets) - 1 : -1]
     logps = torch.empty(len(targets), device=device)
     for start in range(0, len(targets), _SINGLE_ROWS):
         rows = slice(start, start + _SINGLE_ROWS)
@@ -120,7 +125,7 @@ def _padded_inputs(batch: list[Sequence], device: torch.device) -> tuple[dict[st
         mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.array(own, np.int64))
         predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
     targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
-    inputs = {"input_ids": input_ids.to(device)}
+    inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
     if not bool(mask.all()):
         inputs["attention_mask"] = mask.to(device)
     images = [sequence.images for sequence in batch if sequence.images is not None]

@@ -174,6 +174,8 @@ class Head:
         The combinations are built from the config fields that `add_fused_lm_head` in trl/trainer/utils.py lists.
         """
         weight = self._weight
+        if weight.dtype not in _FORMULA_TOLERANCE:
+            return None  # quantized
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
             return None  # if the head has an adapter, `weight` is the base layer's weight, without the adapter's changes
         config = self._model.config.get_text_config()

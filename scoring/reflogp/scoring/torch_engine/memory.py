@@ -49,15 +49,16 @@ _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> int:
     """Return a token budget, based on the memory that is free now."""
     fits = int(_SHARE * free_bytes(device) / _bytes_per_token(model.config, dtype))
-    enough = min(_ENOUGH_TOKENS_CUDA, _MOST_ELEMENTS // _widest(model))
+    enough = min(_ENOUGH_TOKENS_CUDA, index_limit(model))
     if device.type == "cpu":
         enough = min(_MOST_TOKENS_CPU, _ENOUGH_TOKENS_CORE * torch.get_num_threads())
     return max(_LEAST_TOKENS, min(enough, fits))
 
 
-def _widest(model: Any) -> int:
-    """Return the largest number of values that a layer computes for a token."""
-    return max((m.out_features for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear)), default=1)
+def index_limit(model: Any) -> int:
+    """Return the number of tokens up to which no activation in the model's layers has more than `_MOST_ELEMENTS` elements."""
+    widths = (module.out_features for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear))
+    return _MOST_ELEMENTS // max(widths, default=1)
 
 
 def least_pass_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:

@@ -15,14 +15,14 @@ from reflogp.scoring.errors import PictureError
 from reflogp.scoring.torch_engine import compilation, forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
-from reflogp.scoring.torch_engine.compilation import many_versions, or_fail
+from reflogp.scoring.torch_engine.compilation import allow_many_versions, or_fail
 from reflogp.scoring.torch_engine.forward import Path, forward_layout, forward_pack, forward_padded, forward_single
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import ImageFeatures, decoder_calls, layout_of
 from reflogp.scoring.torch_engine.load import LoadedModel
 from reflogp.scoring.torch_engine.log_sum_exp import LogSumExp, eager
 from reflogp.scoring.torch_engine.log_sum_exp import compiled as compiled_log_sum_exp
-from reflogp.scoring.torch_engine.memory import is_out_of_memory
+from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.texts import counted, first_line
@@ -52,7 +52,7 @@ class SelfCheck:
     Attributes:
         path: how the engine scores: "packed", "padded" or "single" (one sequence at a time).
         difference: root mean square difference between the log-probs of that path and those of the model's own, unpadded
-            forward passes of the same sequences, in nats per token; the larger one of two packs.
+            forward passes of the same sequences, in nats per token; on the packed path, the larger one of two packs.
         tolerance: largest allowed `difference`, in nats per token.
         rejected: dict from the name of each rejected path or attention kernel to the reason. The name "compiled" stands for
             compiled layers, "head" for the head's own products, and "log_sum_exp NAME" for a log-sum-exp.
@@ -105,9 +105,9 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Score a few sequences with images to decide whether to pack or pad such sequences; warn if they are padded.
+    """Score a few sequences with images to decide whether to pack such sequences; warn if they are not packed.
 
-    The sequences are scored both packed and one at a time.
+    The sequences are scored packed, or else padded, and by the model's own forward.
 
     Sequences with images are packed only if the model passes to its decoder the same positions and mask that a pack would use,
     and if the log-probs computed in a pack agree with the log-probs computed one sequence at a time. Comparing the log-probs
@@ -126,13 +126,15 @@ def check_images(
     """
     model, device = loaded.model, loaded.device
     with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
-        plain = [_plain(model, sequence, device) for sequence in sequences]
-    tolerance = tolerance_of(loaded.product_dtype, np.concatenate(plain))
+        plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
+    tolerance = tolerance_of(loaded.product_dtype, plain)
 
     def not_packed(reason: str) -> ImageCheck:
-        with forward.attention_of(model, own_attention):
-            padded = [_padded(model, head, [sequence], device) for sequence in sequences]
-        difference, problem = _compare(padded, plain, tolerance)
+        def padded() -> list[Any]:
+            with forward.attention_of(model, own_attention):
+                return [np.concatenate([_padded(model, head, [sequence], device) for sequence in sequences])]
+
+        difference, problem = _attempt(padded, [plain], tolerance)
         path: Path = "padded" if problem is None else "single"
         warnings.warn(
             f"sequences with images are scored on the {path} path, which is slower; the packed path was rejected: {reason}",
@@ -157,8 +159,8 @@ def check_images(
             refused, lambda: forward_pack(model, head, pack, device, 1.0, refused, inputs).cpu().numpy()
         )
         by_sequence = {index: values[where] for index, where in pack.members}
-        packed = [by_sequence[index] for index in range(len(sequences))]
-        difference, problem = _compare(packed, plain, tolerance)
+        packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
+        difference, problem = _compare([packed], [plain], tolerance)
     except PictureError:
         raise
     except Exception as error:  # models fail in many ways; any error means that this path does not work
@@ -187,8 +189,8 @@ def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> An
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
     """Configure the model and its head for the fastest way of scoring that agrees with the model's own forward passes.
 
-    What is compared is what will run: the head on large hidden states, packs with at most and with more than 128 tokens, a long
-    shared prefix that exceeds the sliding window, and padded batches. Warn if the packed path is rejected.
+    Compared are the head on large hidden states, packs with at most and with more than 128 tokens (with compiled layers, too),
+    a long shared prefix that exceeds the sliding window, and a padded batch. Warn if the packed path is rejected.
 
     Args:
         head: the model's output layer.
@@ -198,7 +200,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
             or change the values.
         refused: names of attention kernels that must not be used.
 
-    Out-of-memory errors are re-raised: the check scores so few tokens that no other path would need less memory.
+    Out-of-memory errors are re-raised: the check scores no more tokens at once than a pass has.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -207,8 +209,14 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
 def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
     model, device = loaded.model, loaded.device
     own_attention = model.config._attn_implementation
-    samples = _samples(loaded)
-    plain = [np.concatenate([_plain(model, sequence, device) for sequence in sample]) for sample in samples]
+    samples, plain = _samples(loaded), []
+    for sample in samples:
+        try:
+            plain.append(np.concatenate([_plain(model, sequence, device) for sequence in sample]))
+        except Exception as error:  # models fail in many ways on sequences that are too long for them
+            if not plain or is_out_of_memory(error):
+                raise
+    samples = samples[: len(plain)]
     tolerance = tolerance_of(loaded.product_dtype, np.concatenate(plain))
     rejected = dict.fromkeys(refused, "refused by the caller")
     log_sum_exp = _check_head(head, loaded, compile_layers, rejected)
@@ -292,28 +300,32 @@ def _check_head(head: Head, loaded: LoadedModel, compile_layers: bool, rejected:
     What is wrong is not used: the model's own logits take the place of the head's products, and `log_sum_exp.eager` that of a
     faster log-sum-exp. `rejected` then has the reason.
     """
+    if head.logits is None:
+        return eager.__name__
     states, targets = head.drawn(_HEAD_ROWS)
     at = torch.arange(len(targets), device=loaded.device)
     own = head.logps_by_model(states, targets)
     found = head.logps(states, at, targets)
     problem = _compare([found.cpu().numpy()], [own.cpu().numpy()], tolerance_of(loaded.product_dtype, own.cpu().numpy()))[1]
-    if problem is not None and head.logits is not None:
+    if problem is not None:
         head.logits = None
         rejected["head"] = problem
-    if head.logits is None:
         return eager.__name__
+    expected = torch.cat([found, head.logps(states, at[:1], targets[:1])])  # a product of one row may round differently
     for name, load in _log_sum_exps(loaded.device, compile_layers):
         problem = None
         try:
             head.log_sum_exp = load()
-            with many_versions(), or_fail():
-                faster, one = head.logps(states, at, targets), head.logps(states, at[:1], targets[:1])
-            if not torch.allclose(torch.cat([faster, one]), torch.cat([found, found[:1]]), rtol=1e-5, atol=1e-3):
-                problem = f"its values differ from those of {eager.__name__} by {float((faster - found).abs().max()):.3g}"
+            allow_many_versions()
+            with or_fail():
+                faster = torch.cat([head.logps(states, at, targets), head.logps(states, at[:1], targets[:1])])
+            if not torch.allclose(faster, expected, rtol=1e-5, atol=1e-3):
+                difference = float((faster - expected).abs().max())
+                problem = f"its values differ from those of {eager.__name__} by {difference:.3g}"
         except Exception as error:  # compilers may raise any error
             if is_out_of_memory(error):
                 raise
-            problem = f"{type(error).__name__}: {first_line(error)}"
+            problem = _reason(error)
         if problem is None:
             return name
         rejected[f"log_sum_exp {name}"] = problem
@@ -340,7 +352,13 @@ def _attempt(compute: Callable[[], list[Any]], plain: list[Any], tolerance: floa
     except Exception as error:  # models and compilers fail in many ways; any error means that this way does not work
         if is_out_of_memory(error):
             raise
-        return float("nan"), f"{type(error).__name__}: {first_line(error)}"
+        return float("nan"), _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's type and first line; also the last line if the first one only says where the error is (compilers)."""
+    first, *others = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {first}" + (f" {others[-1].strip()}" if others and first.endswith(":") else "")
 
 
 def _compare(values: list[Any], plain: list[Any], tolerance: float) -> tuple[float, str | None]:
@@ -387,15 +405,20 @@ def _try_compiled(
 def _samples(loaded: LoadedModel) -> list[list[Sequence]]:
     """Return two lists of random sequences, each for one pack; all are shortened if the model has too few positions.
 
-    The first pack has at most 128 tokens, which is one block of FlexAttention. In the second, two sequences share a prompt
-    that is longer than `_LONG_PROMPT` and, if this does not take too long, longer than the model's sliding window.
+    The first pack has at most 128 tokens, which is one block of FlexAttention. In the second, two sequences share a prompt of
+    `_LONG_PROMPT` tokens or, if this does not take too long, of more than the model's sliding window. If the free memory is
+    scarce, the second pack is shorter.
     """
     random = np.random.default_rng(0)
-    limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
-    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None) or 0
-    wanted = window + _PROMPT if window + _PROMPT <= _LONGEST_PROMPT[loaded.device.type] else 0
-    room = min(limits, default=sys.maxsize)
-    long = max(1, min(max(_LONG_PROMPT, wanted), room - max(_COMPLETIONS)))
+    tables = (part for name, part in loaded.model.get_decoder().named_modules() if "pos" in name.lower())
+    learned = [table.num_embeddings - 2 for table in tables if isinstance(table, torch.nn.Embedding)]  # RoBERTa's begin at 2
+    limits = [loaded.max_positions, loaded.rope_limit, *learned]
+    room = min((limit for limit in limits if limit is not None), default=sys.maxsize)
+    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
+    wanted = window + _PROMPT if isinstance(window, int) else 0
+    wanted = max(_LONG_PROMPT, wanted if wanted <= _LONGEST_PROMPT[loaded.device.type] else 0)
+    budget = auto_token_budget(loaded.model, loaded.device, loaded.dtype)
+    long = max(1, min(wanted, min(room, budget) - max(_COMPLETIONS)))
     shrink = min(1.0, room / (_PROMPT + max(_COMPLETIONS)))
 
     def ids(count: int) -> list[int]:
@@ -419,8 +442,8 @@ def _windowed_layers(config: Any) -> int:
 
     The self-check compares this number with the number of layers that pass a window to packed attention. Some layers limit
     attention to a window only through the attention mask. Packed attention does not use this mask, so these layers would attend
-    to the whole context. Comparing log-probs would not reveal this error, because the sequences of the self-check are shorter
-    than most windows. Models with chunked attention (Llama 4) are never packed: the two numbers always differ, because chunked
+    to the whole context. Comparing log-probs would not reveal this error if the window is larger than the sequences of the
+    self-check. Models with chunked attention (Llama 4) are never packed: the two numbers always differ, because chunked
     layers pass no window.
     """
     types = getattr(config, "layer_types", None)

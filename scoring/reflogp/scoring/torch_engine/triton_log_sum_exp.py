@@ -29,7 +29,7 @@ def kernel(  # type: ignore[no-untyped-def]
     """Reduce one row: keep the maximum so far, and the sum of exponentials relative to it (arxiv.org/abs/1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     logits = product + row * columns
-    maximum = float("-inf")
+    maximum = -3.0e38  # not -inf, from which a block of logits that are -inf would make NaN
     total = 0.0
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
