@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity matrix hub-versions clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench sm90 setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity matrix hub-versions clean
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/dev.stamp  ## everything for development, in .venv
 
@@ -77,8 +77,11 @@ matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment belo
 hub-versions: .venv/dev.stamp  ## the tests of the Hub with other versions of huggingface_hub, each in an environment below .venv-hub
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.hub_versions
 
+sm90: .venv-sm90/stamp  ## compile the CUDA path for an H100, without a GPU, and write benchmarks/results/sm90-torch-….md
+	LD_PRELOAD=$(CURDIR)/.venv-sm90/no_driver.so PYTHONPATH=store:scoring:service:client:cli:trainer_ext .venv-sm90/bin/python -m tools.sm90
+
 clean:  ## remove .venv, the site, what the demo and the examples left, and caches
-	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-unsloth .venv-skypilot .venv-hub .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-unsloth .venv-skypilot .venv-sm90 .venv-hub .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -130,4 +133,11 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 .venv-skypilot/stamp: constraints-skypilot.txt
 	$(PYTHON) -m venv .venv-skypilot
 	.venv-skypilot/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-skypilot.txt
+	@touch $@
+
+# The packages of a GPU machine, 5 GB, and a library that stands in for its driver. That machine has Python 3.12.
+.venv-sm90/stamp: tools/sm90/requirements.txt tools/sm90/no_driver.c
+	$(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON)) -m venv .venv-sm90
+	.venv-sm90/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement tools/sm90/requirements.txt
+	$(CC) -shared -fPIC -o .venv-sm90/no_driver.so tools/sm90/no_driver.c
 	@touch $@
