@@ -19,11 +19,12 @@ from typing import Any
 
 from tests.trainer_ext.warm import Warm
 
-ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
+ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
-    "zero3": {"deepspeed": ZERO},
+    "zero2": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
+    "zero3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
 }
 
 
@@ -145,9 +146,13 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
     shard_on_a_cpu(args)
     model_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    policy = model_class.from_pretrained(settings["model"], dtype=torch.float32)
+    policy = model_class.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
     processing_class = (AutoProcessor if has_images else AutoTokenizer).from_pretrained(settings["model"])
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": processing_class}
+    if settings.get("lora"):
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     if settings.get("trl"):
         trainer = (KTOTrainer if is_kto else DPOTrainer)(policy, args=args, **options)
     else:
@@ -156,11 +161,19 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         trainer = (CachedKTOTrainer if is_kto else CachedDPOTrainer)(policy, args=args, reference=source, **options)
     if settings.get("rank_local_metrics"):
         trainer.accelerator.gather = lambda values: values
+    compute_loss, dtypes = trainer.compute_loss, set()
+
+    def seeing(model: Any, inputs: dict[str, Any], *more: Any, **keywords: Any) -> Any:
+        dtypes.update(str(values.dtype).removeprefix("torch.") for name, values in inputs.items() if name.startswith("ref_"))
+        return compute_loss(model, inputs, *more, **keywords)
+
+    trainer.compute_loss = seeing
     trainer.train()
     audit = getattr(trainer, "audit", None)
     parameters = list(trainer.model_wrapped.parameters())
     return {
         "rank": rank,
+        "dtypes_read_by_the_loss": sorted(dtypes),
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "audit": audit.as_dict() if audit else None,

@@ -47,14 +47,6 @@ class ScoringAgain(DPOTrainer):
         return super()._compute_loss(model, inputs, return_outputs)
 
 
-class OtherColumns(DPOTrainer):
-    """Trains on something else than what was joined."""
-
-    def _compute_loss(self, model, inputs, return_outputs):
-        inputs["ref_chosen_logps"] = inputs["ref_chosen_logps"] - 3.0
-        return super()._compute_loss(model, inputs, return_outputs)
-
-
 @pytest.fixture
 def audited(policy, config, dataset, tokenizer, source):
     """audited(trainer class, trainer options, **config changes)"""
@@ -73,7 +65,6 @@ def audited(policy, config, dataset, tokenizer, source):
     [
         (Pruning, "columns", "no reference columns"),
         (ScoringAgain, "forwards", "2 forward passes for one micro-batch"),
-        (OtherColumns, "metrics", "imply a mean reference log-prob of"),
     ],
 )
 def test_a_trainer_that_does_not_use_its_columns(trainer_class, check, words, audited, tmp_path):

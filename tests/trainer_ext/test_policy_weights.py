@@ -189,7 +189,6 @@ class TestAPolicyThatIsNotFinite:
         written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
         assert written["verdict"] == "warned"
         assert "differ from this run's reference log-probs" not in caplog.text
-        assert "imply a mean reference log-prob of nan" not in caplog.text
         return written["findings"]
 
     def test_from_the_beginning(self, cached_trainer, policy, tmp_path, caplog):
@@ -197,15 +196,6 @@ class TestAPolicyThatIsNotFinite:
         model.lm_head.weight.data[5] = float("nan")
         found = self.seen(cached_trainer({"model": model}), tmp_path, caplog)
         assert "the policy's log-probs of 8 sequences in the first batch are not finite" in found["step_zero"][0]
-
-    def test_while_it_trains(self, cached_trainer, tmp_path, caplog):
-        class Breaks(TrainerCallback):
-            def on_step_end(self, args, state, control, model=None, **kwargs):
-                model.lm_head.weight.data[5] = float("inf")
-
-        found = self.seen(cached_trainer({"callbacks": [Breaks()]}, max_steps=3), tmp_path, caplog)
-        assert set(found) == {"metrics"}
-        assert "the policy's log-probs are no longer finite" in found["metrics"][0]
 
 
 def test_no_arguments_at_all(policy, dataset, tokenizer, source, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from reflogp.trainer.distributed_join import (
     raise_missing,
 )
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
-from reflogp.trainer.layouts import Columns, layout_of
+from reflogp.trainer.layouts import Columns, layout_of, reference_columns
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
@@ -178,6 +178,16 @@ class CachedReferenceMixin(_AnyTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Override TRL's hook: return the given dataset, which TRL has tokenized and filtered, with reference columns added."""
         return self._join(dataset, name)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Keep the reference columns in float32.
+
+        Under DeepSpeed, transformers casts every floating-point input to the model's dtype. In bfloat16, a sum of -72.31 would
+        become -72.5.
+        """
+        columns = {name: inputs[name] for name in reference_columns(inputs)}
+        prepared = super()._prepare_inputs({name: value for name, value in inputs.items() if name not in columns})
+        return {**prepared, **{name: values.to(self.args.device) for name, values in columns.items()}}
 
     def _join_after_construction(self) -> None:
         """Join all datasets after the trainer is constructed, because TRL does not call the hook: the trainer has no hook, or

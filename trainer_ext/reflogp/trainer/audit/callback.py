@@ -59,9 +59,7 @@ class ReferenceAudit(TrainerCallback):
       but does not stop the run. The check is skipped if the policy does not start from the reference's weights, or if the
       policy's weights have changed since the trainer was created.
 
-    - `metrics` stops the run if the logged rewards and log-probs imply a mean reference log-prob that is not the mean of the
-      joined columns. This comparison is made only for DPO with a single loss. Logged metrics that are not means over all
-      processes, and policy log-probs that become NaN or infinite, are reported but do not stop the run.
+    - `metrics` reports logged metrics that are not means over all processes.
 
     - `schedule` reports a training step if it does not increase global_step by exactly one, if it does not contain exactly one
       optimizer step, or if it uses more micro-batches than gradient_accumulation_steps. The check also reports logs,
@@ -212,7 +210,6 @@ class ReferenceAudit(TrainerCallback):
         if first and self.wants_first_batch and reference_columns(inputs):
             batch = self._trainer._prepare_inputs(inputs)
             self.check_first_batch(lambda: differences(*sums_of_batch(self._trainer, model, batch)))
-        self._metrics.saw(inputs)
 
     def _after_step(self, inputs: dict[str, Any]) -> None:
         if self._forwards is None:
@@ -246,10 +243,6 @@ class ReferenceAudit(TrainerCallback):
             self._report("schedule", self._schedule.step_ended(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        # TRL keeps its metrics across train() calls until it logs them.
-        flushed = any(name.startswith("rewards/") for name in logs or ())
-        if flushed and (not self._training or "loss" not in (logs or {})):
-            self._metrics.forget()
         if not self._training or not logs or self._schedule is None:
             return
         if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
@@ -259,10 +252,7 @@ class ReferenceAudit(TrainerCallback):
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])
         if "metrics" in self.checks:
-            beta = self._trainer.beta if self._logs_reference_means else None
-            found = self._metrics.check(logs, beta)
-            self._report("metrics", found.reported)
-            self._found("metrics", found.reference)
+            self._report("metrics", self._metrics.check(logs))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training and self._schedule is not None:
@@ -414,26 +404,6 @@ class ReferenceAudit(TrainerCallback):
         if why and "step_zero" in self.checks:
             self._not_run["step_zero"] = why
         return why
-
-    @property
-    def _logs_reference_means(self) -> bool:
-        """Return True if the mean reference log-prob can be computed from the logged rewards and log-probs.
-
-        For DPO with a single loss (of whatever type), the logged rewards equal beta times (log-prob minus reference log-prob).
-        For KTO, the mean cannot be computed, because KTO averages its logged rewards over only some of the rows.
-        """
-        args = self._trainer.args
-        plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
-        return plain and hasattr(self._trainer, "beta") and not hasattr(args, "desirable_weight") and not self._weighs_losses
-
-    @property
-    def _weighs_losses(self) -> bool:
-        """Return True if the trainer combines several losses (`loss_type` is a list).
-
-        The logged rewards may then differ from beta times (log-prob minus reference log-prob): TRL before 0.29 adds up the
-        rewards of all losses, and some losses define rewards differently.
-        """
-        return isinstance(getattr(self._trainer, "loss_type", None), list)
 
     # Stop the run or warn because of findings, and write the report.
 

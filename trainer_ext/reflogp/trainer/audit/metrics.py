@@ -2,7 +2,7 @@
 
 reflogp_audit.json records what a run was trained on and what its audit found.
 
-Logged metrics are expected to be means over all processes and to agree with the joined columns.
+Logged metrics are expected to be means over all processes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from reflogp.store.files import write_atomically
 from reflogp.trainer.audit.schedule import Schedule
@@ -29,22 +26,8 @@ _OWN = ("runtime", "per_second", "memory", "flos", "step_time", "train_speed")
 _ROUNDING = 1e-4
 
 
-@dataclass
-class Disagreements:
-    """The problems found in one log of training metrics.
-
-    Attributes:
-        reference: problems indicating that the loss did not read the joined columns.
-        reported: problems that do not stop the run: metrics that are not means over all processes, and policy log-probs that
-            are not finite.
-    """
-
-    reference: list[str] = field(default_factory=list)
-    reported: list[str] = field(default_factory=list)
-
-
 class GlobalMeans:
-    """Means of the joined columns over the batches since the previous log, for comparison with the metrics in the next log.
+    """Checks whether logged training metrics are means over all processes.
 
     Attributes:
         compared: number of logs that `check` has checked.
@@ -54,75 +37,25 @@ class GlobalMeans:
     def __init__(self) -> None:
         self.compared = 0
         self.worst = 0.0
-        self._references: list[torch.Tensor] = []
 
-    def saw(self, batch: dict[str, Any]) -> None:
-        """Record the means of ref_chosen_logps and ref_rejected_logps in one micro-batch."""
-        columns = [batch.get("ref_chosen_logps"), batch.get("ref_rejected_logps")]
-        means = [column.double().mean() for column in columns if isinstance(column, torch.Tensor)]
-        if len(means) == len(columns):
-            self._references.append(torch.stack(means))
-
-    def forget(self) -> None:
-        """Discard the recorded means. Call this method after each log of TRL's metrics, even if a callback requested the
-        log. TRL's trainers clear their metrics when they log them, so the next log does not cover the earlier batches."""
-        self._references.clear()
-
-    def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """Return the problems in a log of training metrics. All processes must call this method together.
+    def check(self, logs: dict[str, float]) -> list[str]:
+        """Return the metrics of this process that are not means over all processes. All processes must call this together.
 
         Args:
             logs: the logged metrics of this process, by name.
-            beta: the trainer's beta. If None or 0, the means of the joined columns are not checked.
         """
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
-        found = Disagreements()
+        problems = []
         for name, value in mine.items():
             values = [logged[name] for logged in everyone if name in logged]
             off = apart(value, sum(values) / len(values))
             self.worst = max(self.worst, off)
             if off > _ROUNDING:
-                found.reported.append(
-                    f"{name} is {value:.6g} on this process but {sum(values) / len(values):.6g} on average over all processes"
-                )
-        # Check the means over all processes, even if this process logged other values, so that all processes find the same
-        # problems.
-        on_all_ranks = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
-        self._check_references(on_all_ranks, beta, found)
+                mean = sum(values) / len(values)
+                problems.append(f"{name} is {value:.6g} on this process but {mean:.6g} on average over all processes")
         self.compared += 1
-        return found
-
-    def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
-        """Check that the mean reference log-prob implied by a log equals the mean of the joined column over all processes.
-
-        The implied mean is the logged log-prob minus (logged reward / beta).
-        """
-        count = len(self._references)
-        seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
-        self.forget()
-        per_process = gather((count, seen))
-        if not beta or any(means is None or number != count for number, means in per_process):
-            return  # logs that cover different batches cannot be compared with one mean over all processes
-        for at, side in enumerate(("chosen", "rejected")):
-            if f"rewards/{side}" not in logs or f"logps/{side}" not in logs:
-                continue
-            joined = sum(means[at] for _, means in per_process if means) / len(per_process)
-            logged = logs[f"logps/{side}"] - logs[f"rewards/{side}"] / beta
-            if math.isfinite(joined) and not math.isfinite(logs[f"logps/{side}"]):
-                found.reported.append(
-                    f"the policy's log-probs are no longer finite (logps/{side} is {logs[f'logps/{side}']}); the "
-                    "reference's log-probs are finite"
-                )
-            elif apart(logged, joined) > _ROUNDING:
-                found.reference.append(
-                    f"rewards/{side} and logps/{side} imply a mean reference log-prob of {logged:.6g}, but the joined "
-                    f"column's mean over all processes is {joined:.6g}: perhaps the loss does not use the joined column"
-                )
-
-
-def _in_all(everyone: list[dict[str, float]]) -> set[str]:
-    return set.intersection(*(set(logged) for logged in everyone))
+        return problems
 
 
 def _is_shared(name: str, value: Any) -> bool:
