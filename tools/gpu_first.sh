@@ -29,13 +29,14 @@ nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,memory.use
 trap 'kill $! 2> /dev/null' EXIT
 
 # step NAME SECONDS SIGNAL ARGUMENTS…: run python for at most SECONDS, then send SIGNAL; the output goes to NAME.log.
-failed=0
+failed=0 summary=
 step() {
     echo "$SECONDS s: $1 begins" | tee "$OUT/$1.log"
     timeout --signal "$3" --kill-after 9 "$2" "${PYTHON:-python3}" "${@:4}" 2>&1 | tee -a "$OUT/$1.log"
     local status=${PIPESTATUS[0]}
     echo "$SECONDS s: $1 ended with status $status" | tee -a "$OUT/$1.log"
     [ "$status" = 0 ] || failed=1
+    summary+="$1: status $status"$'\n'
 }
 
 step quick 110 TERM benchmarks/gpu.py --quick "${quick[@]}"
@@ -43,4 +44,5 @@ step quick 110 TERM benchmarks/gpu.py --quick "${quick[@]}"
 PYTORCH_ALLOC_CONF=expandable_segments:True TORCHINDUCTOR_COMPILE_THREADS=2 \
     step tests 150 INT -m pytest -m gpu "${tests[@]}" -rfEs -p no:cacheprovider --durations=8
 step benchmark 300 TERM benchmarks/gpu.py "${benchmark[@]}"
+echo "${summary}results: $OUT (status 124: stopped at its limit)"
 exit $failed

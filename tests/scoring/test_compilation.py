@@ -59,6 +59,7 @@ def qwen2(width: int):
     return in_memory(tf.Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_ten_sizes_of_one_class_stay_compiled(layers):
     for number in range(10):
         before = layers.frame_count

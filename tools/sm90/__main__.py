@@ -38,9 +38,12 @@ _TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 def main() -> None:
     version = ".".join(torch.__version__.split(".")[:2])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / f"benchmarks/results/sm90-torch-{version}.md")
+    page_of_all = ROOT / f"benchmarks/results/sm90-torch-{version}.md"
+    parser.add_argument("--out", type=Path, help=f"the page (default: {page_of_all.relative_to(ROOT)})")
     parser.add_argument("--family", nargs="*", default=[""], help="only families whose name contains one of these words")
     given = parser.parse_args()
+    if given.out is None and given.family != [""]:
+        parser.error("--family also needs --out, so that the page of all families is kept")
     warnings.simplefilter("ignore")
     h100.pretend()
     drawn, models = draw_packs(), []
@@ -53,9 +56,12 @@ def main() -> None:
         print("FlexAttention", file=sys.stderr, flush=True)
         h100.forget()
         attentions = [compile_attention(layer, drawn) for layer in ATTENTIONS]
-    page = "\n\n".join([*_introduction(), *_models(models, drawn), *_heads(models), *_attentions(attentions)]) + "\n"
+    problems = sum(made.problem is not None for made in (*models, *attentions))
+    parts = [*_introduction(), *_models(models, drawn), *_heads(models), *_attentions(attentions)]
+    page = "\n\n".join(parts) + "\n"
     print(page, end="")
-    given.out.write_text(page)
+    (given.out or page_of_all).write_text(page)
+    sys.exit(f"{problems} of {len(models)} models and {len(attentions)} layers failed" if problems else 0)
 
 
 def _introduction() -> list[str]:
@@ -86,7 +92,8 @@ def _models(models: list[Compiled], drawn: Packs) -> list[str]:
         kinds = [", ".join(checked.kernels), checked.log_sum_exp] if checked else ["", ""]
         graphs = [_graphs(made, *steps) for steps in (("check",), ("small", "full", "full again"), ("tiny",))]
         most = [_most(made.kernels(), name) for name in ("shared", "stack")]
-        rows.append([made.family.label, *kinds, *graphs, *most, _counted(waits), f"{made.mask_calls}"])
+        row = [made.family.label, *kinds, *graphs, *most, _counted(waits), f"{made.mask_calls}"]
+        rows.append([made.family.label, *["failed"] * (len(row) - 1)] if made.problem else row)
         if made.problem:
             notes[made.problem].append(made.family.label)
         for what, why in checked.rejected.items() if checked else ():
