@@ -15,19 +15,20 @@ from reflogp.scoring.torch_engine import log_sum_exp
 from reflogp.scoring.torch_engine.log_sum_exp import Logits, eager
 from tests.conftest import REPOSITORY
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMS = [Logits(), Logits(0.3), Logits(1.0, 30.0), Logits(2.0, 5.0)]
 
 
-def largest_errors(reduce) -> dict[str, float]:
+def largest_errors(reduce, dtypes=DTYPES, forms=FORMS) -> dict[str, float]:
     """Largest error of each case, in nats, relative to the largest logit where this is above 1."""
     random = torch.Generator().manual_seed(0)
     errors = {}
     for columns in (1, 7, 4096, 5000, 9001):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in dtypes:
             for size in (1.0, 100.0):
                 product = (torch.randn(5, columns, generator=random) * size).to(dtype)
                 targets = torch.randint(columns, (5,), generator=random)
-                for logits in FORMS:
+                for logits in forms:
                     exact = logits(product.double()) / 0.7
                     expected = torch.logsumexp(exact, 1), exact.gather(1, targets[:, None])[:, 0]
                     found = reduce(product, logits, 1 / 0.7, targets)
@@ -43,7 +44,8 @@ def test_without_compilation():
 
 @pytest.mark.slow
 def test_compiled():
-    assert max(largest_errors(log_sum_exp.compiled()).values()) <= 1e-6
+    errors = largest_errors(log_sum_exp.compiled(), [torch.bfloat16], [Logits(), Logits(1.0, 30.0)])
+    assert max(errors.values()) <= 1e-6
 
 
 def test_compiled_code_for_cuda_reads_short_products_in_one_kernel(monkeypatch):
