@@ -55,23 +55,12 @@ def forward_layout(
 ) -> torch.Tensor:
     """Do what `forward_pack` does, with a layout that the caller has made in inference mode and can inspect afterwards."""
     allow_many_versions()
-    return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
-
-
-@torch.inference_mode()
-def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = None) -> torch.Tensor:
-    """Return the last layer's hidden states for a pack's tokens, shape (tokens, hidden size).
-
-    Args:
-        inputs: the decoder's inputs for a pack with images; None for a text-only pack.
-    """
     with packed(layout):
         if inputs is None:
             made = model.base_model(input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False)
         else:
             made = model.get_decoder()(**inputs.keywords(layout.positions), use_cache=False)
-    states: torch.Tensor = made.last_hidden_state[0]
-    return states
+    return head.logps(made.last_hidden_state[0], layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()

@@ -14,6 +14,15 @@ COLUMNS, WARPS = 4096, 4
 
 # Triton would compile annotations of other types than its own.
 @triton.jit  # type: ignore[untyped-decorator]
+def _logit(product, form_scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Do what `Logits` does."""
+    value = product.to(tl.float32) * form_scale
+    if HAS_CAP:
+        value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)  # the hyperbolic tangent
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def kernel(  # type: ignore[no-untyped-def]
     product,
     targets,
@@ -33,18 +42,14 @@ def kernel(  # type: ignore[no-untyped-def]
     total = 0.0
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        value = tl.load(logits + column, mask=column < columns, other=0.0).to(tl.float32) * form_scale
-        if HAS_CAP:
-            value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)  # the hyperbolic tangent
-        value = tl.where(column < columns, value * scale, float("-inf"))
+        value = tl.load(logits + column, mask=column < columns, other=0.0)
+        value = tl.where(column < columns, _logit(value, form_scale, softcap, HAS_CAP) * scale, float("-inf"))
         higher = tl.maximum(maximum, tl.max(value, 0))
         total = total * tl.exp(maximum - higher) + tl.sum(tl.exp(value - higher), 0)
         maximum = higher
     tl.store(sums + row, maximum + tl.log(total))
-    value = tl.load(logits + tl.load(targets + row)).to(tl.float32) * form_scale
-    if HAS_CAP:
-        value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-    tl.store(found + row, value * scale)
+    value = tl.load(logits + tl.load(targets + row))
+    tl.store(found + row, _logit(value, form_scale, softcap, HAS_CAP) * scale)
 
 
 def reduce(product: torch.Tensor, logits: Logits, scale: float, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
