@@ -7,7 +7,7 @@ ReflogpError (reflogp.store.errors)
     ├── BroughtColumnsError      a dataset's existing reference columns differ from the reference's values
     ├── ReferenceChangedError    a service no longer serves the run's reference model
     ├── RankFailedError          another process of a distributed run failed
-    └── AuditError               reference values are wrong, do not reach the loss, or are computed again in training
+    └── AuditError               reference values are wrong, missing in a batch, or computed again in training
         └── StepZeroError        before the first step, the policy's log-probs differ from the reference's
 """
 
@@ -75,7 +75,7 @@ class RankFailedError(ReferenceLogpsError):
 
 
 class AuditError(ReferenceLogpsError):
-    """The audit of a run found that reference values are wrong, do not reach the loss, or are computed again during training.
+    """The audit of a run found that reference values are wrong, missing in a batch, or computed again during training.
 
     Attributes:
         check: name of the check that failed.

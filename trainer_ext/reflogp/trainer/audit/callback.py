@@ -43,7 +43,7 @@ _SHOWN_PROBLEMS = 5
 class ReferenceAudit(TrainerCallback):
     """A callback that checks a training run's reference log-probs, and checks that the run follows the trainer's settings.
 
-    The audit stops a run only if the reference values are wrong or do not reach the loss, or if the trainer keeps or runs a
+    The audit stops a run only if the reference values are wrong or missing in a batch, or if the trainer keeps or runs a
     reference model. Any other problem is logged as a warning and recorded in reflogp_audit.json, and the run continues.
 
     - `columns` stops the run if the reference columns are missing from any process's collated batch, or contain NaN or infinite
