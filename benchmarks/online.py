@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    from reflogp.trainer import ReferenceSource, RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
+    from reflogp.trainer import Reference, RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
 
     generation = {"num_generations": 2, "max_completion_length": options.tokens, "per_device_train_batch_size": options.batch}
     classes: dict[str, Any] = {
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.side == "trl":
         trainer = trl_class(policy, **given)
     else:
-        trainer = remote_class(policy, reference=ReferenceSource(options.url, reference="ref"), **given)
+        trainer = remote_class(policy, reference=Reference(options.url, model="ref"), **given)
     seconds: list[float] = []
     step = trainer.training_step
 

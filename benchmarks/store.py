@@ -251,13 +251,14 @@ def join_for_a_trainer(folder: Path, rows: int) -> dict[str, Any]:
     """Join by `join_reference_logps`, in a process with torch and TRL; input and output are `datasets.Dataset`."""
     from datasets import Dataset
 
-    from reflogp.trainer import ReferenceSource, join_reference_logps
+    from reflogp.trainer import Reference
+    from reflogp.trainer.join import join_reference_logps
 
     pairs = Dataset.from_file(str(folder / "pairs.arrow"))
     pairs = pairs.select(range(min(len(pairs), rows // 2)))
 
     def work() -> None:
-        source = ReferenceSource(folder / "store", reference_id=REFERENCE.reference_id)
+        source = Reference(folder / "store", model=REFERENCE.reference_id)
         assert "ref_rejected_logps" in join_reference_logps(pairs, source).column_names
 
     return measured(work, ROUNDS, pairs=len(pairs))

@@ -114,7 +114,7 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, Reference
 
     model = str(folder / "model")
     args = DPOConfig(
@@ -130,7 +130,7 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     if side == "trl":
         DPOTrainer.compute_ref_log_probs = zeros
     else:
-        options["reference"] = ReferenceSource(folder / "store", model=model)
+        options["reference"] = Reference(folder / "store", model=model)
         options["policy_starts_at_reference"] = False  # the values are made up
     describe_reference(model, "bfloat16")  # digests of the files are cached
 
@@ -157,12 +157,12 @@ def zeros(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
 
 def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Tokenize as the trainer does, so that `datasets` caches it, and store made-up values for all missing sequences."""
-    from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, Reference
 
     began = time.monotonic()
     table = Store(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
     try:
-        CachedDPOTrainer(policy, reference=ReferenceSource(folder / "store", model=str(folder / "model")), **options)
+        CachedDPOTrainer(policy, reference=Reference(folder / "store", model=str(folder / "model")), **options)
     except MissingLogpsError:
         missing = pq.ParquetFile(folder / "run" / "reflogp-missing.parquet")
     random, rows, tokens = np.random.default_rng(0), 0, 0

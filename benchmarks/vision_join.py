@@ -143,7 +143,7 @@ def construct_trainer(folder: Path, processes: int) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import DPOConfig
 
-    from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, Reference
 
     model = str(folder / "model")
     pairs = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "datasets"))
@@ -161,7 +161,7 @@ def construct_trainer(folder: Path, processes: int) -> None:
         args=args,
         train_dataset=pairs.cast_column("images", List(Image())),
         processing_class=AutoProcessor.from_pretrained(model),
-        reference=ReferenceSource(str(folder / "store"), model=model, dtype="float32"),
+        reference=Reference(str(folder / "store"), model=model, dtype="float32"),
     )
 
 

@@ -128,14 +128,13 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def show(trainer: Any) -> None:
-    """Print the result of the `step_zero` check, the losses and the verdict of the audit."""
-    gate, losses, joined = trainer.audit.step_zero, losses_of(trainer), trainer.joins["train"]
-    report = Path(trainer.args.output_dir) / "reflogp_audit.json"
+    """Print the result of the gate, the losses, and the path of the run's record."""
+    gate, losses, joined = trainer.step_zero, losses_of(trainer), trainer.joins["train"]
     print(
         f"values: {joined.rows} rows from {joined.where.store}, snapshot {joined.where.snapshot}, "
         f"reference {joined.where.reference_id}\n"
-        f"step_zero check: policy and reference differ by at most {gate.max_difference:.2g} nats in each of {gate.sequences} "
+        f"gate: policy and reference differ by at most {gate.max_difference:.2g} nats in each of {gate.sequences} "
         f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)\n"
         f"losses: {' '.join(f'{loss:.4f}' for loss in losses)}\n"
-        f"audit: {json.loads(report.read_text())['verdict']} ({report})"
+        f"record: {Path(trainer.args.output_dir) / 'reflogp.json'}"
     )

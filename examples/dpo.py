@@ -12,7 +12,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig
 
-from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         args=DPOConfig(output_dir=str(options.out / "dpo"), max_steps=options.steps, beta=0.1, **ON_CPU),
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

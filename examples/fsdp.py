@@ -28,7 +28,7 @@ def train(options: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import DPOConfig
 
-    from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer
 
     fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
     args = DPOConfig(output_dir=str(options.out / "fsdp"), max_steps=options.steps, beta=0.1, **fsdp, **ON_CPU)
@@ -38,7 +38,7 @@ def train(options: Any) -> None:
         args=args,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -18,7 +18,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import KTOConfig
 
-from reflogp.trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer import CachedKTOTrainer, MissingLogpsError
 
 
 def make_trainer(options: Any) -> CachedKTOTrainer:
@@ -27,7 +27,7 @@ def make_trainer(options: Any) -> CachedKTOTrainer:
         args=KTOConfig(output_dir=str(options.out / "kto"), max_steps=options.steps, beta=0.1, **ON_CPU),
         train_dataset=load_dataset("json", data_files=options.data, split="train"),  # TRL splits each pair into two rows
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
 
 

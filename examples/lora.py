@@ -2,7 +2,7 @@
 
     python examples/lora.py
 
-A new adapter does not change the model's outputs, so the `step_zero` check passes. For every batch, TRL would run the model a
+A new adapter does not change the model's outputs, so the gate passes. For every batch, TRL would run the model a
 second time with the adapter switched off. Here, a lookup in the store replaces this second pass. To use the trained adapter as
 the reference for another round of training, score its folder: reflogp score OUT/lora/adapter pairs.jsonl --store …
 """
@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig
 
-from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -24,7 +24,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import RLOOConfig
 
-from reflogp.trainer import ReferenceSource, RemoteRLOOTrainer
+from reflogp.trainer import Reference, RemoteRLOOTrainer
 
 
 def main() -> None:
@@ -56,17 +56,17 @@ def train(options: Any, url: str) -> None:
         ),
         train_dataset=pairs.select_columns("prompt"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reference=ReferenceSource(url, reference=options.reference),
+        reference=Reference(url, model=options.reference),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    asked, gate = trainer.ref_model.traffic, trainer.audit.step_zero
+    where, traffic, gate = trainer.ref_model.where, trainer.ref_model.traffic, trainer.step_zero
     print(
-        f"reference {trainer.ref_model.where.reference_id} in {url}: {asked.sequences} sequences in {asked.batches} requests\n"
-        f"step_zero check: policy and reference differ by at most {gate.max_difference:.2g} nats in each of {gate.sequences} "
+        f"reference {where.reference_id} in {url}: {traffic.sequences} sequences in {traffic.batches} batches\n"
+        f"gate: policy and reference differ by at most {gate.max_difference:.2g} nats in each of {gate.sequences} "
         "sequences\n"
         f"losses: {' '.join(f'{loss:.4f}' for loss in losses_of(trainer))}\n"
-        f"audit: {trainer.audit.as_dict()['verdict']} ({trainer.args.output_dir}/reflogp_audit.json)"
+        f"record: {trainer.args.output_dir}/reflogp.json"
     )
 
 

@@ -16,7 +16,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig
 
-from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer
 
 
 def run(options: Any, beta: float, max_length: int, loss_type: str) -> CachedDPOTrainer:
@@ -27,7 +27,7 @@ def run(options: Any, beta: float, max_length: int, loss_type: str) -> CachedDPO
         args=DPOConfig(output_dir=str(folder), max_steps=options.steps, **settings),
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

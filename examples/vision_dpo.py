@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PrinterCall
 from trl import DPOConfig
 from vision import build_vision_model, draw_pairs
 
-from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         args=DPOConfig(output_dir=str(options.out / "vision_dpo"), max_steps=options.steps, beta=0.1, **ON_CPU),
         train_dataset=pairs.cast_column("images", List(Image())),
         processing_class=AutoProcessor.from_pretrained(options.model),
-        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+        reference=options.store,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

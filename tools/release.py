@@ -35,7 +35,7 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
         ["trl", "ray", "vllm"],
     ),
     "trainer": (
-        ["from reflogp.trainer import CachedDPOTrainer, RemoteGRPOTrainer, ReferenceSource"],
+        ["from reflogp.trainer import CachedDPOTrainer, RemoteGRPOTrainer"],
         ["fastapi", "uvicorn", "ray", "vllm"],
     ),
     "service,trainer": (["from reflogp.cli.demo import demo"], ["ray", "vllm"]),

@@ -19,10 +19,6 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/operations.md", "export OTEL_"): "no collector runs there; tests/cli/test_traces.py and tests/service run one",
     ("docs/docker.md", "reflogp submit"): "asks a service in a container",
     (None, "deepspeed "): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
-    (
-        "docs/openrlhf.md",
-        "from reflogp.trainer import",
-    ): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
     ("docs/llamafactory.md", "llamafactory-cli"): "LLaMA-Factory's environment",
     (
         "docs/llamafactory.md",
@@ -41,8 +37,6 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/clusters.md", "ssh "): "needs the machine of `sky launch`",
     ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_hub_datasets.py does",
     ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
-    ("docs/exports.md", "import torch"): "NeMo-RL, which cannot be installed from an index; tried by hand",
-    ("docs/exports.md", "source = ReferenceSource"): "continues the block for NeMo-RL",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "VLLM_CPU_KVCACHE_SPACE"): "vLLM's environment; tests/vllm/serving.py starts the same",
@@ -147,7 +141,7 @@ def test_a_block_of_no_language_that_is_known_fails(language, workspace):
         ("pip install 'reflogp[servce]'", "there is no extra"),
         ("kubectl apply -f reflogp.yaml", "there is no reflogp.yaml"),
         ("sbatch --nodes=4 examples/slurm.sh ./sft-model", "there is no examples/slurm.sh"),
-        ("python -m reflogp.trainer.llamafactory.trains --reflogp.store ./logps", "there is no module"),
+        ("python -m reflogp.trainer.llamafactories --reflogp.store ./logps", "there is no module"),
         ("helm install reflogp", "nothing here parses"),
     ],
 )

@@ -20,7 +20,10 @@ from tests.docs.workspace import Workspace
 PARTS = {"store": "store", "scoring": "scoring", "client": "client", "trainer": "trainer_ext"}
 NAMES = [f"reflogp.{part}.{name}" for part in PARTS for name in importlib.import_module(f"reflogp.{part}").__all__]
 #: Results that the example of another name shows.
-SHOWN_BY = {"reflogp.trainer.JoinRecord": "CachedDPOTrainer", "reflogp.trainer.StepZero": "CachedDPOTrainer"}
+SHOWN_BY = {
+    "reflogp.trainer.RemoteRLOOTrainer": "RemoteGRPOTrainer",
+    "reflogp.trainer.RemoteOnlineDPOTrainer": "RemoteGRPOTrainer",
+}
 #: Arguments that TRL's trainers describe.
 TRLS = {"model", "ref_model", "args", "more", "kwargs"}
 

@@ -33,8 +33,7 @@ from reflogp.cli import main
 from reflogp.cli.main import app
 from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
 from reflogp.service.settings import read_settings
-from reflogp.trainer.axolotl.settings import StoredReferenceSettings
-from reflogp.trainer.batches.options import read_options
+from reflogp.trainer.options import Options, read_options
 from tests.conftest import REPOSITORY
 from tests.docs.blocks import Block
 from tests.service.serving import Service
@@ -55,7 +54,7 @@ _SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
 _OURS = re.compile(r"reflogp\.\w+")
 #: Modules that start a framework's training.
-_FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+\.\w+$")
+_FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+$")
 
 
 class Workspace:
@@ -185,7 +184,7 @@ def parse(line: str) -> None:
             cli.commands[name].make_context(name, arguments)
         case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if _FRAMEWORK.match(module):
             assert _source(REPOSITORY / "trainer_ext" / module.replace(".", "/")), f"there is no module {module}"
-            read_options(module, arguments, model="")
+            read_options(module, arguments, "")
         case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_] | ["llamafactory-cli" | "swift" | "axolotl", *_]:
             pass  # the framework's own command, beside ours
         case ["kubectl", *arguments]:
@@ -268,7 +267,7 @@ def parse_axolotl(block: Block) -> None:
     module, _, name = plugin.rpartition(".")
     file = _source(REPOSITORY / "trainer_ext" / module.replace(".", "/"))
     assert file is not None and name in file.read_text(encoding="utf-8"), f"there is no {plugin}"
-    StoredReferenceSettings(**settings["reflogp"])
+    Options(**settings["reflogp"])
 
 
 def _reflogp(arguments: list[str]) -> str:

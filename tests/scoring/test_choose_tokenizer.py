@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from reflogp.scoring.data.tokenize import chosen_tokenizer
 from reflogp.store import UsageError
-from reflogp.trainer import MissingLogpsError, ReferenceSource
+from reflogp.trainer import MissingLogpsError, Reference
 from tests.trainer_ext.conftest import cached_trainer, config, dataset, policy  # noqa: F401
 
 TEMPLATE = (
@@ -24,8 +24,8 @@ def data_file(pairs_file):
 
 
 @pytest.fixture
-def source(reference_folder, tmp_path) -> ReferenceSource:
-    return ReferenceSource(tmp_path / "store", model=str(reference_folder), dtype="float32")
+def source(reference_folder, tmp_path) -> Reference:
+    return Reference(tmp_path / "store", model=str(reference_folder), dtype="float32")
 
 
 @pytest.mark.slow

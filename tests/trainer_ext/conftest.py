@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference
 from reflogp.store.schema import shard_table
-from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference
 from tests.conftest import write_rows
 from tests.trainer_ext.on_cpu import ON_CPU
 
@@ -34,6 +35,14 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **
         LocalScorer(lambda: TorchEngine(str(model), dtype)),
         **options,
     )
+
+
+def score_missing(error: MissingLogpsError) -> None:
+    """Do what the error's command says."""
+    words = shlex.split(error.command)
+    assert words[:2] == ["reflogp", "score"]
+    options = dict(zip(words[4::2], words[5::2], strict=True))
+    score_pairs(Path(words[2]), Path(words[3]), Path(options["--store"]), options["--dtype"])
 
 
 def damaged_copy(store: Path, folder: Path, change) -> Path:
@@ -57,15 +66,22 @@ def data_file(pair_rows, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def store(reference_folder, data_file, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("store")
-    score_pairs(reference_folder, data_file, folder)
-    return folder
+def stores(reference_folder, data_file, tmp_path_factory):
+    """stores(dtype): a store with the pairs scored in it."""
+    made: dict[str, Path] = {}
+
+    def of(dtype: str) -> Path:
+        if dtype not in made:
+            made[dtype] = tmp_path_factory.mktemp("store")
+            score_pairs(reference_folder, data_file, made[dtype], dtype)
+        return made[dtype]
+
+    return of
 
 
-@pytest.fixture
-def source(store, reference_folder) -> ReferenceSource:
-    return ReferenceSource(store, model=str(reference_folder), dtype="float32")
+@pytest.fixture(scope="session")
+def store(stores) -> Path:
+    return stores("float32")
 
 
 @pytest.fixture
@@ -76,33 +92,34 @@ def dataset(data_file, tmp_path) -> Dataset:
 
 @pytest.fixture
 def policy(reference_folder):
-    return lambda: AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    return lambda dtype="float32": AutoModelForCausalLM.from_pretrained(reference_folder, dtype=getattr(torch, dtype))
 
 
 def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def apart(ours, trl) -> float:
+    """Largest difference of two trainers' losses."""
+    assert len(losses(ours)) == len(losses(trl)) > 1
+    return float(np.abs(np.array(losses(ours)) - np.array(losses(trl))).max())
+
+
 @pytest.fixture
 def config(tmp_path):
     def make(kind=DPOConfig, **changes):
-        settings = {
-            **ON_CPU,
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 4,
-            "max_steps": 2,
-        }
+        settings = {**ON_CPU, "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 2}
         return kind(**{**settings, **changes})
 
     return make
 
 
 @pytest.fixture
-def cached_trainer(policy, config, dataset, tokenizer, source):
+def cached_trainer(policy, config, dataset, tokenizer, store):
     """cached_trainer(trainer options, **config changes)"""
 
     def make(options=None, **changes) -> CachedDPOTrainer:
-        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source, **(options or {})}
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": store, **(options or {})}
         return CachedDPOTrainer(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
 
     return make
@@ -110,29 +127,27 @@ def cached_trainer(policy, config, dataset, tokenizer, source):
 
 @pytest.fixture
 def trl_trainer(policy, config, dataset, tokenizer):
-    """trl_trainer(trainer options, **config changes), precomputing unless told otherwise"""
+    """trl_trainer(trainer options, **config changes), with a reference model beside the policy unless told otherwise"""
 
     def make(options=None, **changes) -> DPOTrainer:
         arguments = {"train_dataset": dataset, "processing_class": tokenizer, **(options or {})}
-        return DPOTrainer(policy(), args=config(**{"precompute_ref_log_probs": True, **changes}), **arguments)
+        return DPOTrainer(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
 
     return make
 
 
 @pytest.fixture
-def cached_kto_trainer(policy, config, dataset, tokenizer, reference_folder, tmp_path):
+def cached_kto_trainer(policy, config, dataset, tokenizer, tmp_path):
     """cached_kto_trainer(trainer options, **config changes), on a store of its own that has what TRL's rows need"""
 
     def make(options=None, **changes) -> CachedKTOTrainer:
-        source = ReferenceSource(tmp_path / "kto-store", model=str(reference_folder), dtype="float32")
-        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source, **(options or {})}
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": Reference(tmp_path / "kto-store")}
         settings = {"max_steps": 3, "max_length": 220, **changes}
-        Store(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
         try:
-            return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments)
+            return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments, **(options or {}))
         except MissingLogpsError as missing:
-            score_pairs(reference_folder, Path(missing.command.split()[3]), tmp_path / "kto-store")
-        return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments)
+            score_missing(missing)
+        return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments, **(options or {}))
 
     return make
 

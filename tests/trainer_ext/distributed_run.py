@@ -78,7 +78,12 @@ def _warm() -> Warm:
         "transformers.models.llama.modeling_llama",
         "trl.trainer.dpo_trainer",
     ]
-    modules += ["trl.trainer.kto_trainer", "trl.experimental.online_dpo", "reflogp.trainer", "tests.trainer_ext.online_run"]
+    modules += [
+        "trl.trainer.kto_trainer",
+        "trl.experimental.online_dpo",
+        "reflogp.trainer.cached",
+        "tests.trainer_ext.online_run",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     warm = Warm(sys.executable, Path(__file__).resolve().parents[2], modules, environment)
     atexit.register(warm.close)
@@ -101,11 +106,11 @@ def shard_on_a_cpu(args: Any) -> None:
     Args:
         args: of a trainer.
     """
-    if args.fsdp:
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
         from accelerate import DistributedType, PartialState
 
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    if args.deepspeed:
+    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__ = {}
@@ -118,20 +123,22 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-    from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
+    import reflogp.client.events
+    from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, Reference
     from tests.trainer_ext.on_cpu import ON_CPU
 
     torch.set_num_threads(1)
+    if "away" in settings:  # seconds after which a service counts as gone; 10 minutes otherwise
+        reflogp.client.events._AWAY = settings["away"]
     rank = int(os.environ.get("RANK", "0"))
     has_images = bool(settings.get("images"))
     if has_images:
         dataset = Dataset.load_from_disk(settings["data"])
     else:
         rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
-        rows = rows[: settings.get("rows")]
-        if rank in settings.get("other_rows_on", []):
-            rows = rows[1:]
-        dataset = Dataset.from_list(rows)
+        dataset = Dataset.from_list(rows[: settings.get("rows")])
+        if settings.get("from_file"):  # TRL's cache file is next to it, where every process finds it
+            dataset = Dataset.from_json(settings["data"], cache_dir=str(Path(settings["out"]) / "cache"))
     if settings.get("stream"):
         dataset = dataset.to_iterable_dataset(num_shards=4)
     is_kto = settings.get("trainer") == "kto"
@@ -140,7 +147,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         "output_dir": str(Path(settings["out"]) / "run"),
         "per_device_train_batch_size": 2,
         "max_steps": 3,
-        **MODES[settings.get("mode", "ddp")],
+        **MODES[settings.get("mode", "ddp")],  # no arguments where `accelerate launch` says it all
         **settings.get("args", {}),
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
@@ -156,11 +163,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("trl"):
         trainer = (KTOTrainer if is_kto else DPOTrainer)(policy, args=args, **options)
     else:
-        named = settings.get("reference") or {"model": settings["model"], "dtype": "float32"}
-        source = ReferenceSource(settings["source"], **named)
+        source = Reference(settings["source"], **settings.get("reference", {}))
         trainer = (CachedKTOTrainer if is_kto else CachedDPOTrainer)(policy, args=args, reference=source, **options)
-    if settings.get("rank_local_metrics"):
-        trainer.accelerator.gather = lambda values: values
     compute_loss, dtypes = trainer.compute_loss, set()
 
     def seeing(model: Any, inputs: dict[str, Any], *more: Any, **keywords: Any) -> Any:
@@ -169,14 +173,16 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
     trainer.compute_loss = seeing
     trainer.train()
-    audit = getattr(trainer, "audit", None)
+    step_zero = getattr(trainer, "step_zero", None)
     parameters = list(trainer.model_wrapped.parameters())
     return {
         "rank": rank,
         "dtypes_read_by_the_loss": sorted(dtypes),
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "audit": audit.as_dict() if audit else None,
+        "step_zero": step_zero and {**vars(step_zero), "passed": step_zero.passed},
+        "computed": {name: join.computed for name, join in getattr(trainer, "joins", {}).items()},
+        "saved": sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*")),
         "distributed": trainer.accelerator.distributed_type.value,
         "holds": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters),
     }

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from reflogp.cli.main import app
 from tests.conftest import REPOSITORY
 from tests.trainer_ext.warm import Warm
 
 FOLDER = Path(__file__).parent / "frameworks_env"
 SIZE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROWS, EVAL_ROWS = 44, 9
+#: Largest difference of a loss between a reference model and its stored values, by dtype.
+EQUAL = {"float32": 1e-5, "bfloat16": 0.02}
 
 
 def short_rows(pair_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -22,7 +28,7 @@ def short_rows(pair_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def python_of(framework: str) -> Path:
-    """The Python of a framework's environment: "llamafactory", "swift", "axolotl" or "unsloth"."""
+    """The Python of a framework's environment: "openrlhf", "llamafactory", "swift", "axolotl" or "unsloth"."""
     return REPOSITORY / f".venv-{framework}" / "bin" / "python"
 
 
@@ -56,12 +62,7 @@ class Runs:
         self._warm = Warm(str(python), folder, ["run", *modules], environment)
 
     def run(
-        self,
-        module: str,
-        folder: Path,
-        words: list[str],
-        processes: int = 1,
-        check: bool = True,
+        self, module: str, folder: Path, words: list[str], processes: int = 1, check: bool = True
     ) -> tuple[list[dict[str, Any]], str]:
         """Run a module in some processes. Returns what each process noted, and what they printed."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +93,28 @@ def losses(out: Path) -> list[float]:
     return [entry[name] for entry in logged for name in ("loss", "eval_loss") if name in entry]
 
 
-def report(out: Path) -> dict[str, Any]:
-    return json.loads((out / "reflogp_audit.json").read_text())
+def record(out: Path) -> dict[str, Any]:
+    return json.loads((out / "reflogp.json").read_text())
+
+
+def command_in(error: str) -> list[str]:
+    """The words after `reflogp` of the command that an error names."""
+    command = re.search(r"reflogp (score .*?--dtype [\w-]+)", error)
+    assert command is not None, error
+    return shlex.split(command[1])
+
+
+def score_missing(noted: list[dict[str, Any]]) -> str:
+    """Do what the error of a run says, which is the same on every process. Returns the error's text."""
+    [(error, words)] = {(seen.get("error"), seen.get("words", "")) for seen in noted}
+    assert error == "MissingLogpsError", noted
+    run_command(command_in(words))
+    return words
+
+
+def run_command(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception or done.output
 
 
 def check_equal(stock: list[float], stored: list[float], steps: int, allowed: float) -> None:

@@ -1,5 +1,6 @@
 """One run of an online trainer, TRL's own or with a remote reference: in a test's process, or in each that `launch` starts."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,32 +18,29 @@ def reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def build(settings: dict[str, Any]) -> Any:
-    """A trainer.
-
-    Args:
-        settings: trainer ("rloo", "grpo", "online_dpo"), trl (its own reference instead of a service's), model, dtype, source,
-            reference, prompts, out, args (of TRL's config), more (of a remote trainer), deadlines (of each process), lora,
-            evaluate (on so many rows), mode (of distributed_run.MODES).
-    """
+    """A trainer, by: trainer ("rloo", "grpo", "online_dpo"), trl (its own reference instead of a service's), model, dtype,
+    source, reference (its name in the service, or None), prompts, out, args (of TRL's config), more (of a remote trainer),
+    deadlines (of each process), lora, evaluate (on so many rows), mode (of distributed_run.MODES)."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
+    from reflogp import trainer as remote
+    from reflogp.trainer import Reference
     from tests.trainer_ext.distributed_run import MODES, shard_on_a_cpu
     from tests.trainer_ext.on_cpu import ON_CPU
 
-    remote_class, trl_class, config_class, own = _classes(settings["trainer"])
-    chosen = {
-        **ON_CPU,
-        "output_dir": str(Path(settings["out"]) / "run"),
-        "per_device_train_batch_size": 4,
-        "max_steps": 10,
-        "beta": 0.1,
-        "temperature": 0.9,
-        **own,
-        **MODES[settings.get("mode", "ddp")],
-        **settings.get("args", {}),
-    }
-    args = config_class(**chosen)
+    two = {"num_generations": 2, "max_completion_length": MOST_NEW_TOKENS}
+    pairs = {"max_new_tokens": MOST_NEW_TOKENS, "max_length": 96, "per_device_train_batch_size": 2}
+    remote_class, trl_class, config_class, own = {
+        "rloo": (remote.RemoteRLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig, two),
+        "grpo": (remote.RemoteGRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig, two),
+        "online_dpo": (remote.RemoteOnlineDPOTrainer, OnlineDPOTrainer, OnlineDPOConfig, pairs),
+    }[settings["trainer"]]
+    usual = {"per_device_train_batch_size": 4, "max_steps": 10, "beta": 0.1, "temperature": 0.9, **own}
+    mode = MODES[settings.get("mode", "ddp")]
+    args = config_class(str(Path(settings["out"]) / "run"), **{**ON_CPU, **usual, **mode, **settings.get("args", {})})
     shard_on_a_cpu(args)
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
     policy.generation_config.eos_token_id = [policy.config.eos_token_id, *ENDS]
@@ -60,51 +58,32 @@ def build(settings: dict[str, Any]) -> Any:
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     if settings.get("trl"):
         return trl_class(policy, **options)
-    from reflogp.trainer import ReferenceSource
-
-    source = ReferenceSource(settings["source"], reference=settings.get("reference", "ref"))
     more = dict(settings.get("more", {}))
     if "deadlines" in settings:
         more["reference_deadline"] = settings["deadlines"][int(os.environ["RANK"])]
-    return remote_class(policy, reference=source, **options, **more)
+    return remote_class(policy, reference=Reference(settings["source"], settings.get("reference", "ref")), **options, **more)
 
 
 def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
-    """Train; gives each micro-batch's loss, the logs, and what the audit saw."""
-    losses: list[float] = []
+    """Train; gives each micro-batch's loss, the logs, the record in the run's folder, and how the policy is wrapped."""
+    losses: list[Any] = []
     step = trainer.training_step
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        loss = step(*args, **kwargs)
-        losses.append(float(loss))
-        return loss
+        losses.append(step(*args, **kwargs))
+        return losses[-1]
 
     trainer.training_step = training_step
     trainer.train(resume_from_checkpoint=resume)
-    audit = getattr(trainer, "audit", None)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    kind = trainer.accelerator.distributed_type.value
-    return {"losses": losses, "logs": logs, "audit": audit.as_dict() if audit else None, "distributed": kind}
-
-
-def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(remote trainer, TRL's trainer, its config, settings of its own)."""
-    import trl
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    import reflogp.trainer as ours
-
-    generation = {"num_generations": 2, "max_completion_length": MOST_NEW_TOKENS}
+    trainer.accelerator.wait_for_everyone()
+    record = Path(trainer.args.output_dir) / "reflogp.json"
     return {
-        "rloo": (ours.RemoteRLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig, generation),
-        "grpo": (ours.RemoteGRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig, generation),
-        "online_dpo": (
-            ours.RemoteOnlineDPOTrainer,
-            OnlineDPOTrainer,
-            OnlineDPOConfig,
-            {"max_new_tokens": MOST_NEW_TOKENS, "max_length": 96, "per_device_train_batch_size": 2},
-        ),
-    }[name]
+        "losses": [float(loss) for loss in losses],
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "record": json.loads(record.read_text()) if record.exists() else None,
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "distributed": trainer.accelerator.distributed_type.value,
+    }
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:

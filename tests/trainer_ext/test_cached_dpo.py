@@ -1,4 +1,4 @@
-"""CachedDPOTrainer in real training runs: the same losses as TRL with a reference pass, without a reference model."""
+"""CachedDPOTrainer in real training runs: the same losses as TRL with a reference model, without one; and what stops a run."""
 
 import json
 
@@ -7,28 +7,29 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import DPOTrainer
 
 from reflogp.store import Store, UsageError
-from reflogp.trainer import (
-    CachedDPOTrainer,
-    MissingLogpsError,
-    ReferenceSource,
-    StepZeroError,
-    UnusableLogpsError,
-    join_reference_logps,
-)
-from tests.trainer_ext.conftest import losses, score_pairs
+from reflogp.trainer import CachedDPOTrainer, CachedReferenceMixin, MissingLogpsError, Reference, StepZeroError, patch
+from reflogp.trainer.errors import ReferenceLogpsError, UnusableLogpsError
+from tests.trainer_ext.conftest import apart, damaged_copy, losses, score_missing, score_pairs
+
+COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-class LanguageModelsThatRan:
+def columns(trainer) -> np.ndarray:
+    return np.stack([np.array(trainer.train_dataset[name]) for name in COLUMNS])
+
+
+class ForwardPasses:
     """Every language model object whose forward pass begins, by a hook on all modules, and how often."""
 
     def __enter__(self):
-        self.passes: dict[int, int] = {}
+        self.of: dict[int, int] = {}
 
         def note(module, args):
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
-                self.passes[id(module)] = self.passes.get(id(module), 0) + 1
+                self.of[id(module)] = self.of.get(id(module), 0) + 1
 
         self._handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
         return self
@@ -45,160 +46,233 @@ def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl
         AutoModelForCausalLM, "from_pretrained", classmethod(lambda cls, *a, **k: built.append(a) or original(cls, *a, **k))
     )
     settings = {"max_steps": 20, "learning_rate": 5e-5}
-    with LanguageModelsThatRan() as ran:
+    with ForwardPasses() as ran:
         ours = cached_trainer(**settings)
         ours.train()
     assert len(built) == 1, "one model is loaded: the policy"
-    policy = id(ours.accelerator.unwrap_model(ours.model))
-    assert set(ran.passes) == {policy}
-    assert ran.passes[policy] == 20 + 1 + 2, "20 steps, the step-0 gate, and two batches of the spot check"
-
-    with LanguageModelsThatRan() as ran:
-        trl = trl_trainer(**settings)
+    assert list(ran.of.values()) == [20 + 1], "20 steps and the step-0 gate"
+    with ForwardPasses() as ran:
+        trl = trl_trainer(precompute_ref_log_probs=True, **settings)
         trl.train()
-    assert sum(ran.passes.values()) == 20 + 80 / 4, "what TRL's reference pass costs, to show that the count counts"
-    assert len(losses(ours)) == 20
-    assert np.abs(np.array(losses(ours)) - np.array(losses(trl))).max() <= 1e-5
+    assert sum(ran.of.values()) == 20 + 80 / 4, "what TRL's reference pass costs, to show that the count counts"
+    assert apart(ours, trl) <= 1e-5
     assert losses(ours)[-1] != losses(ours)[0]
 
 
 @pytest.mark.slow
-def test_joined_columns_equal_trls_precomputed_ones(cached_trainer, trl_trainer):
-    for changes in ({}, {"max_length": 150}, {"max_length": 150, "ld_alpha": 0.4}, {"max_length": None, "ld_alpha": 0.4}):
-        ours, trl = cached_trainer(**changes).train_dataset, trl_trainer(**changes).train_dataset
-        assert len(ours) == len(trl)
-        for column in ("ref_chosen_logps", "ref_rejected_logps"):
-            assert np.abs(np.array(ours[column]) - np.array(trl[column])).max() <= 1e-3, (changes, column)
-
-
-def test_the_columns_survive_pruning_into_the_batch(cached_trainer):
-    trainer = cached_trainer(remove_unused_columns=True)
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["ref_chosen_logps"].shape == batch["ref_rejected_logps"].shape == (4,)
-    assert (batch["ref_chosen_logps"] < 0).all()
+@pytest.mark.parametrize("changes", [{}, {"max_length": 150, "ld_alpha": 0.4}, {"max_length": None, "ld_alpha": 0.4}], ids=str)
+def test_joined_columns_equal_trls_precomputed_ones(changes, cached_trainer, trl_trainer):
+    ours, trl = cached_trainer(**changes), trl_trainer(precompute_ref_log_probs=True, **changes)
+    assert np.abs(columns(ours) - columns(trl)).max() <= 1e-3
 
 
 def test_the_policy_may_be_a_path(cached_trainer, reference_folder):
     trainer = cached_trainer({"model": str(reference_folder)}, model_init_kwargs={"dtype": "float32"})
     trainer.train()
-    assert trainer.audit.step_zero.max_difference < 1e-2
+    assert trainer.step_zero.max_difference < 1e-2
+    with pytest.raises(RuntimeError, match="this run has no reference model"):
+        trainer.ref_model(torch.ones(1, 4))
 
 
-@pytest.mark.slow
-def test_evaluation_data_is_joined_too_also_after_training(cached_trainer, dataset):
-    trainer = cached_trainer({"eval_dataset": dataset.select(range(8))}, eval_strategy="steps", eval_steps=1)
+def test_the_record_says_what_was_trained_on(cached_trainer, store, tmp_path):
+    args = {"max_length": 512, "remove_unused_columns": True}
+    trainer = cached_trainer(**args)
+    assert not (tmp_path / "run" / "reflogp.json").exists()
     trainer.train()
-    assert any("eval_loss" in entry for entry in trainer.state.log_history)
-    assert np.isfinite(trainer.evaluate(dataset.select(range(8, 16)))["eval_loss"])
-    assert set(trainer.joins) >= {"train", "eval"}
-
-
-def test_provenance_is_written_into_the_output_folder(cached_trainer, source, tmp_path):
-    trainer = cached_trainer(max_length=512)
-    trainer.train()
-    written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
+    written = json.loads((tmp_path / "run" / "reflogp.json").read_text())
+    where = trainer.joins["train"].where
     assert written["joins"]["train"] == {
-        "store": source.location,
-        "reference_id": source.reference_id,
+        "store": str(store),
+        "reference_id": where.reference_id,
         "reference_dtype": "float32",
-        "snapshot": source.open().where.snapshot,
+        "snapshot": Store(store).table(where.reference_id).snapshot().number,
         "rows": 80,
-        "coverage": 1.0,
         "scored": 0,
         "computed": 0,
-        "brought": [],
         "max_length": 512,
         "truncation_mode": "keep_start",
         "ld_alpha": None,
     }
+    assert written["step_zero"]["passed"]
     assert written["step_zero"]["max_per_root_token"] <= written["step_zero"]["tolerance"] == 1e-3
-    assert written["verdict"] == "passed"
-    assert written["spot_check"]["by"] == "policy"
-    assert len(written["spot_check"]["rows"]) == 8
-    assert written["spot_check"]["max_per_root_token"] <= 1e-3
+    assert {"reflogp", "trl", "torch"} <= set(written["versions"])
 
 
-def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
-    cached_trainer, reference_folder, pair_rows, tmp_path, tokenizer, policy, config, data_file
-):
-    few = tmp_path / "few"
-    score_pairs(reference_folder, data_file, few)
-    source = ReferenceSource(few, model=str(reference_folder), dtype="float32")
-    more = Dataset.from_list(pair_rows[:80] + pair_rows[120:123])
-    with pytest.raises(MissingLogpsError) as caught:
-        cached_trainer({"train_dataset": more, "reference": source})
-    assert caught.value.rows == [80, 81, 82]
-    assert "rows 80, 81, 82" in str(caught.value)
-    assert "None of the rows was found" not in str(caught.value)
-    said = r"None of the rows was found\. .* check that the tokenizer and the chat template"
-    with pytest.raises(MissingLogpsError, match=said):
-        cached_trainer({"train_dataset": Dataset.from_list(pair_rows[120:123]), "reference": source})
-    words = caught.value.command.split()
-    assert words[:2] == ["reflogp", "score"]
-    score_pairs(reference_folder, words[3], few)
-    trainer = cached_trainer({"train_dataset": more, "reference": source})
-    assert len(trainer.train_dataset) == 83
+def test_a_record_that_cannot_be_written_is_a_warning(cached_trainer, tmp_path):
+    trainer = cached_trainer()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "reflogp.json").mkdir()
+    with pytest.warns(UserWarning, match=r"reflogp.json cannot be written: .*; the run goes on"):
+        trainer.train()
+    assert len(losses(trainer)) == 2
 
 
-def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_path, store):
-    import pyarrow as pa
-
-    from reflogp.store import sequence_keys
-    from reflogp.store.schema import shard_table
-
-    table = Store(tmp_path / "bad").create_table(Store(store).table(source.reference_id).reference)
-    prompts, chosen, rejected = [[1], [1]], [[2], [3]], [[4], [5]]
-    keys = sequence_keys(prompts * 2, chosen + rejected)
-    values = pa.array([[-1.0], [float("nan")], [-1.0], [-1.0]], pa.list_(pa.float32()))
-    ones = np.ones(4, np.int32)
-    table.replace([], [table.write(shard_table(keys, ones, ones, values, {}))])  # as another writer could; append refuses
-    bad = ReferenceSource(tmp_path / "bad", reference_id=source.reference_id)
-    rows = Dataset.from_dict({"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected})
-    with pytest.raises(UnusableLogpsError) as caught:
-        join_reference_logps(rows, bad)
-    assert caught.value.rows == [1]
-
-
-def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trainer, policy):
+def test_the_gate_stops_a_policy_that_is_not_the_reference(cached_trainer, policy, tmp_path):
     other = policy()
     for parameter in other.parameters():
         parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    with pytest.raises(StepZeroError, match="policy_starts_at_reference=False") as caught:
+    with pytest.raises(StepZeroError, match="policy_starts_at_reference=False"):
         cached_trainer({"model": other}).train()
-    assert "in another dtype, although the store says float32" in str(caught.value)
+    assert not json.loads((tmp_path / "run" / "reflogp.json").read_text())["step_zero"]["passed"]
     told = cached_trainer({"model": other, "policy_starts_at_reference": False})
     told.train()
-    assert told.audit.step_zero is None
-    assert len(losses(told)) == 2
+    assert told.step_zero is None and len(losses(told)) == 2
 
 
-@pytest.mark.slow
-def test_a_reference_of_another_dtype_is_noise_that_has_to_be_asked_for(cached_trainer, policy):
-    with pytest.raises(StepZeroError, match="computed in float32, but the policy computes in bfloat16"):
-        cached_trainer({"model": policy().to(torch.bfloat16)}).train()
-    trainer = cached_trainer({"model": policy().to(torch.bfloat16), "step_zero_tolerance": 0.1})
-    trainer.train()
-    assert trainer.audit.step_zero.tolerance == 0.1
-    assert 1e-4 < trainer.audit.step_zero.max_per_root_token < 0.1
+def test_the_gate_stops_stored_values_that_were_changed(cached_trainer, store, tmp_path):
+    changed = damaged_copy(store, tmp_path / "changed", lambda values: values - 0.05)
+    with pytest.raises(StepZeroError, match="reflogp verify"):
+        cached_trainer({"reference": changed}).train()
 
 
-def test_arguments_that_contradict_a_stored_reference_are_refused(cached_trainer, policy, store, reference_folder):
-    with pytest.raises(UsageError, match="ref_model"):
-        cached_trainer({"ref_model": policy()})
-    with pytest.raises(UsageError, match="reference_id"):
-        ReferenceSource(store)
-    with pytest.raises(UsageError, match="the reference id of"):
-        ReferenceSource(store, model=str(reference_folder), dtype="float32", reference_id="00" * 16)
+def test_a_value_that_is_not_finite_stops_the_run(cached_trainer, store, tmp_path):
+    bad = damaged_copy(store, tmp_path / "bad", lambda values: values * np.nan)
+    with pytest.raises(UnusableLogpsError, match=r"80 of 80 rows of train .* run `reflogp store verify`"):
+        cached_trainer({"reference": bad})
 
 
-def test_the_users_config_is_left_as_it_was(config, policy, dataset, tokenizer, source):
+def test_a_collator_that_drops_the_columns_is_named(cached_trainer):
+    trainer = cached_trainer()
+    whole = trainer.data_collator
+    trainer.data_collator = lambda rows: {name: v for name, v in whole(rows).items() if not name.startswith("ref_")}
+    with pytest.raises(ReferenceLogpsError, match="the batch has no reference columns, but only input_ids"):
+        trainer.train()
+
+
+class TestMissingRows:
+    @pytest.fixture
+    def few(self, reference_folder, data_file, tmp_path):
+        """A store of its own that has the dataset's 80 pairs."""
+        score_pairs(reference_folder, data_file, tmp_path / "few")
+        return tmp_path / "few"
+
+    def test_of_all_datasets_come_in_one_error(self, few, cached_trainer, pair_rows):
+        sets = {"seen": pair_rows[:2], "train": [pair_rows[2], pair_rows[122]]}
+        options = {
+            "reference": few,
+            "train_dataset": Dataset.from_list(pair_rows[:8] + pair_rows[120:122]),
+            "eval_dataset": {name: Dataset.from_list(rows) for name, rows in sets.items()},
+        }
+        with pytest.raises(MissingLogpsError) as caught:
+            cached_trainer(dict(options))
+        assert "2 of 10 rows of train (rows 8, 9) and 1 of 2 rows of train (rows 1)" in str(caught.value)
+        assert "None of the rows was found" not in str(caught.value)
+        score_missing(caught.value)
+        assert set(cached_trainer(dict(options)).joins) == {"train", "seen", "eval_train"}
+
+    def test_of_an_evaluation_after_training_began(self, few, cached_trainer, pair_rows):
+        trainer = cached_trainer({"reference": few})
+        trainer.train()
+        new = Dataset.from_list(pair_rows[:1] + pair_rows[120:121])
+        with pytest.raises(MissingLogpsError, match=r"1 of 2 rows of eval \(rows 1\)") as caught:
+            trainer.evaluate(new)
+        score_missing(caught.value)
+        assert np.isfinite(trainer.evaluate(new)["eval_loss"])
+
+    def test_none_found_hints_at_the_tokenizer(self, few, cached_trainer, pair_rows):
+        with pytest.raises(MissingLogpsError, match=r"None of the rows was found\. .* check that the tokenizer"):
+            cached_trainer({"train_dataset": Dataset.from_list(pair_rows[120:123]), "reference": few})
+
+    def test_of_a_store_that_is_not_there_yet(self, cached_trainer, policy, tmp_path):
+        with pytest.raises(MissingLogpsError, match=r"80 of 80 rows .*: there is no store at") as caught:
+            cached_trainer({"reference": tmp_path / "new", "model": policy("bfloat16")})
+        assert "--dtype bfloat16" in caught.value.command, "the policy's"
+        score_missing(caught.value)
+        cached_trainer({"reference": tmp_path / "new", "model": policy("bfloat16")}).train()
+
+    def test_of_ktos_first_run(self, policy, cached_kto_trainer, reference_folder, data_file, tmp_path):
+        score_pairs(reference_folder, data_file, tmp_path / "kto-store")
+        from reflogp.trainer import CachedKTOTrainer
+
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(MissingLogpsError) as caught:
+            patched.setattr("tests.trainer_ext.conftest.score_missing", lambda error: None)
+            cached_kto_trainer()
+        assert "a first run always lacks values for these pairs" in str(caught.value)
+        assert "chat template" not in str(caught.value)
+        assert isinstance(cached_kto_trainer(), CachedKTOTrainer)
+
+
+def test_what_contradicts_a_stored_reference_is_refused(cached_trainer, policy, store):
+    for options, changes, words in (
+        ({"ref_model": policy()}, {}, "remove ref_model"),
+        ({}, {"sync_ref_model": True}, "sync_ref_model=True changes the reference"),
+        ({"reference": None}, {}, r'pass reference="\./logps"'),
+        ({"reference": Reference(store, on_miss="compute"), "policy_starts_at_reference": False}, {}, "on_miss='compute'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            cached_trainer(options, **changes)
+    with pytest.raises(UsageError, match="on_miss='score' needs a running service"):
+        Reference(store, on_miss="score")
+    with pytest.raises(UsageError, match="use 'error', 'score' or 'compute'"):
+        Reference(store, on_miss="guess")
+    nameless = policy()
+    nameless.config._name_or_path = ""
+    with pytest.raises(UsageError, match="not known which model is the reference"):
+        cached_trainer({"model": nameless})
+
+
+def test_the_users_config_is_left_as_it_was(config, policy, dataset, tokenizer, store):
     args = config()
-    CachedDPOTrainer(policy(), args=args, train_dataset=dataset, processing_class=tokenizer, reference=source)
+    CachedDPOTrainer(policy(), args=args, train_dataset=dataset, processing_class=tokenizer, reference=store)
     assert args.precompute_ref_log_probs is False
 
 
-def test_join_in_a_dataset_for_another_trainer(cached_trainer, source):
-    tokenized = cached_trainer().train_dataset.remove_columns(["ref_chosen_logps", "ref_rejected_logps"])
-    joined = join_reference_logps(tokenized.shuffle(seed=1), source, max_length=1024)
-    expected = cached_trainer().train_dataset.shuffle(seed=1)
-    assert joined["ref_chosen_logps"][:] == expected["ref_chosen_logps"][:]
+class OwnTrainer(DPOTrainer):
+    """A user's own trainer."""
+
+    steps = 0
+
+    def compute_loss(self, *args, **kwargs):
+        self.steps += 1
+        return super().compute_loss(*args, **kwargs)
+
+
+class CachedOwnTrainer(CachedReferenceMixin, OwnTrainer):
+    pass
+
+
+class FromJoinedRows(DPOTrainer):
+    """The documented minimum for rows that `reflogp join` wrote."""
+
+    def _precompute_ref_logps(self, dataset, *_):
+        return dataset
+
+
+@pytest.mark.slow
+def test_a_users_own_subclass_a_patched_trainer_and_three_lines(
+    policy, config, dataset, tokenizer, store, cached_trainer, trl_trainer, reference_folder, data_file, tmp_path, reflogp
+):
+    usual = cached_trainer()
+    own = CachedOwnTrainer(policy(), args=config(), train_dataset=dataset, processing_class=tokenizer, reference=store)
+    patched = patch(trl_trainer({"eval_dataset": dataset.select(range(4))}), reference=store)
+    assert type(patched).__name__ == "CachedDPOTrainer" and not patched.ref_model
+    joined = tmp_path / "joined.parquet"
+    arguments = [reference_folder, data_file, "--store", store, "--max-length", "1024", "--output", joined]
+    assert reflogp("join", *arguments)[0] == 0
+    rows = Dataset.from_parquet(str(joined), cache_dir=str(tmp_path / "joined-cache"))
+    args = config(precompute_ref_log_probs=True)
+    plain = FromJoinedRows(policy(), args=args, train_dataset=rows, processing_class=tokenizer)
+    for trainer in (usual, own, patched, plain):
+        trainer.train()
+        assert apart(trainer, usual) <= 1e-6
+    assert own.steps == 2 and patched.step_zero.passed and set(patched.joins) == {"train", "eval"}
+
+
+def test_a_patch_that_fails_leaves_the_trainer_as_it_was(trl_trainer, tmp_path):
+    trainer = trl_trainer()
+    with pytest.raises(MissingLogpsError):
+        patch(trainer, reference=tmp_path / "nothing")
+    assert type(trainer) is DPOTrainer and trainer.ref_model is not None
+    with pytest.raises(UsageError, match="not a DPO or KTO trainer"):
+        patch(object(), reference=tmp_path)
+
+
+def test_notebooks_construct_again_with_the_same_model(cached_trainer, policy, tmp_path):
+    model = policy()
+    with pytest.raises(MissingLogpsError) as caught:
+        cached_trainer({"model": model, "reference": tmp_path / "new"})
+    score_missing(caught.value)
+    again, fresh = cached_trainer({"model": model, "reference": tmp_path / "new"}), cached_trainer()
+    again.train()
+    fresh.train()
+    assert apart(again, fresh) <= 1e-6

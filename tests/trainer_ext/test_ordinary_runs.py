@@ -1,164 +1,165 @@
-"""Whatever TRL completes, ours completes with the same losses: a matrix of TRL's own arguments and callbacks."""
+"""Whatever TRL completes, ours completes with the same losses: adapters, callbacks, resuming, evaluation, memory, the loop."""
 
-import json
-import os
-from pathlib import Path
+from itertools import zip_longest
 
+import numpy as np
 import pytest
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import TrainerCallback, set_seed
+from trl import DPOTrainer
 
-from reflogp.store import Store, describe_reference
-from reflogp.store.windows import TrainerSettings
-from reflogp.trainer import MissingLogpsError
-from tests.conftest import save_llama, write_rows
-from tests.trainer_ext import distributed_run
-from tests.trainer_ext.conftest import score_pairs
-from tests.trainer_ext.ordinary_runs import (
-    AXES,
-    KEEP_END,
-    NOT_OF_KTO,
-    World,
-    apart,
-    combinations,
-    is_possible,
-    pairs_met,
-    settings,
-    short_rows,
+from reflogp.trainer import CachedReferenceMixin
+from tests.trainer_ext.conftest import apart, losses
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+pytestmark = pytest.mark.slow
+
+
+def both(cached_trainer, trl_trainer, options=dict, train=lambda trainer: trainer.train(), **changes):
+    """Train with TRL's reference model, and without; return ours."""
+    made = []
+    for make in (trl_trainer, cached_trainer):
+        trainer = make(options(), **{"max_length": 130, "max_steps": 3, **changes})
+        set_seed(7)  # loading a reference model draws random numbers
+        train(trainer)
+        made.append(trainer)
+    trl, ours = made
+    assert apart(ours, trl) <= 1e-5
+    for mine, theirs in zip_longest(ours.state.log_history, trl.state.log_history):
+        names = {name for name in mine if not name.endswith("_model_preparation_time")}  # where no reference was prepared
+        assert names == theirs.keys() and mine["step"] == theirs["step"]
+        if "eval_loss" in mine:
+            assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= 1e-5
+    return ours
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        LoraConfig(**LORA),
+        LoraConfig(**LORA, use_rslora=True, use_dora=True),
+        LoraConfig(**LORA, modules_to_save=["embed_tokens"]),
+        IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["lora", "dora", "modules_to_save", "ia3", "prompt"],
 )
-
-SEED = 18
-#: How many of the matrix are run; REFLOGP_ORDINARY_RUNS=42 runs all. The first ones are those in which most choices meet.
-RUNS = int(os.environ.get("REFLOGP_ORDINARY_RUNS", "18"))
-KTO_RUNS = max(4, RUNS // 8)
-DPO = combinations(max(42, RUNS), SEED)
-KTO = combinations(KTO_RUNS, SEED + 1, tuple(axis for axis in AXES if axis not in NOT_OF_KTO))
-#: Of these every pair of processes makes some. Left out is what torch's DDP cannot do: compiled graphs of one process, and
-#: reentrant checkpointing, which marks parameters ready twice; and what TRL cannot: precompute in memory, since each process
-#: then looks for its columns in a temporary folder of its own.
-NOT_TOGETHER = {"torch_compile", "gradient_checkpointing_kwargs", "precompute_ref_log_probs"}
-TOGETHER = [
-    choices
-    for choices in combinations(24, SEED + 2)
-    if not NOT_TOGETHER & {name for name, value in settings(choices).items() if value}
-][:5]
-#: What broke first: each alone, with everything else at its default.
-ALONE = [
-    {axis: (choice if axis == own else next(iter(AXES[axis]))) for axis in AXES}
-    for own, choice in (
-        ("evaluation", "on start"),
-        ("evaluation", "in a callback"),
-        ("begin", "train twice"),
-        ("begin", "trained elsewhere"),
-        ("callback", "all flags"),
-        ("callback", "logs"),
-    )
-]
-ALONE += [{**ALONE[0], "evaluation": "steps", "saving": "best"}]
+def test_adapters(peft_config, cached_trainer, trl_trainer, dataset):
+    ours = both(cached_trainer, trl_trainer, lambda: {"peft_config": peft_config}, learning_rate=1e-3)
+    assert ours.step_zero.passed
+    ours.evaluate(dataset.select(range(4)))
 
 
-def named(choices) -> str:
-    """A combination by what is not the first choice of its axis."""
-    return ", ".join(f"{axis}: {choice}" for axis, choice in choices.items() if choice != next(iter(AXES[axis])))
+def test_a_model_that_has_an_adapter_already(cached_trainer, trl_trainer, policy):
+    def options():
+        torch.manual_seed(0)
+        return {"model": get_peft_model(policy(), LoraConfig(**LORA))}
+
+    assert both(cached_trainer, trl_trainer, options).step_zero.passed
 
 
-@pytest.fixture(scope="module")
-def world(tokenizer, pair_rows, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ordinary")
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = save_llama(folder / "model", tokenizer, **size)
-    rows = short_rows(pair_rows)
-    data = write_rows(folder / "rows.jsonl", rows)
-    score_pairs(model, data, folder / "store")
-    score_pairs(model, data, folder / "store", settings=TrainerSettings(KEEP_END, "keep_end"))
-    Store(folder / "kto-store").create_table(describe_reference(str(model), "float32"))
-    return World(model, tokenizer, rows, folder / "store", folder)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"dataloader_drop_last": False, "per_device_train_batch_size": 7, "num_train_epochs": 1, "max_steps": -1},
+        {"pad_to_multiple_of": 8, "padding_free": True, "dataloader_num_workers": 1},
+        {"train_sampling_strategy": "group_by_length", "length_column_name": "tokens", "remove_unused_columns": False},
+        {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": False, "max_steps": 2},
+        {"optim": "adafactor", "neftune_noise_alpha": 1.0, "warmup_steps": 1, "logging_strategy": "epoch", "max_steps": 25},
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "disable_dropout": False},
+        {"logging_steps": 2, "logging_first_step": True, "label_smoothing": 0.1, "beta": 0.3},
+    ],
+    ids=str,
+)
+def test_settings_of_the_loop(changes, cached_trainer, trl_trainer, dataset):
+    rows = dataset.map(lambda row: {"tokens": len(str(row["chosen"]))})
+    options = {"train_dataset": rows, **({"eval_dataset": rows.select(range(6))} if "eval_steps" in changes else {})}
+    assert both(cached_trainer, trl_trainer, lambda: dict(options), **changes).step_zero.passed
 
 
-def kto(world) -> World:
-    return World(world.model, world.tokenizer, world.rows, world.folder / "kto-store", world.folder, kto=True)
+class Evaluates(TrainerCallback):
+    def __init__(self, of):
+        self.of = of
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.of[0].evaluate()
+        control.should_save = control.should_log = True
 
 
-def assert_equal(world, choices, name, record_property) -> None:
-    trls = world.run(choices, cached=False, name=name)
-    while True:
-        try:
-            ours = world.run(choices, cached=True, name=name)
-            break
-        except MissingLogpsError as missing:  # KTO's sequences depend on the batch
-            assert world.kto, "every pair was scored"
-            score_pairs(world.model, Path(missing.command.split()[3]), world.store)
-    difference = apart(ours.losses, trls.losses)
-    record_property("difference", difference)
-    assert len(trls.losses) > 1
-    assert difference <= 1e-5, (named(choices), ours.losses, trls.losses)
-    assert ours.events == trls.events
-    assert_audited(choices, ours.verdict, ours.findings)
+def test_evaluation_in_a_callback(cached_trainer, trl_trainer, dataset):
+    def train(trainer):
+        trainer.add_callback(Evaluates([trainer]))
+        trainer.train()
+
+    both(cached_trainer, trl_trainer, lambda: {"eval_dataset": dataset.select(range(6))}, train, save_strategy="steps")
 
 
-def assert_audited(choices, verdict, findings) -> None:
-    """A warning only about a log that is really missing: a callback forbade it, or logged or evaluated before it."""
-    may_warn = choices["callback"] in ("quiet", "all flags") or choices["evaluation"] == "in a callback"
-    assert set(findings) <= ({"schedule"} if may_warn else set()), (named(choices), findings)
-    assert verdict == ("warned" if findings else "passed")
+def test_training_twice_and_evaluating_anywhere(cached_trainer, trl_trainer, dataset):
+    sets = {"first": dataset.select(range(8)), "second": dataset.select(range(8, 16))}
+
+    def train(trainer):
+        trainer.evaluate()
+        trainer.train()
+        trainer.evaluate({"new": dataset.select(range(16, 20)), "newer": dataset.select(range(20, 28))})
+        trainer.train()
+
+    ours = both(cached_trainer, trl_trainer, lambda: {"eval_dataset": sets}, train, eval_strategy="steps", eval_steps=1)
+    assert {"train", "first", "second", "new", "newer"} == set(ours.joins)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(RUNS))
-def test_dpo(number, world, record_property):
-    assert_equal(world, DPO[number], f"dpo-{number}", record_property)
+def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(cached_trainer, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "resumed")}
+    constant = {"lr_scheduler_type": "constant", "max_steps": 4}
+    cached_trainer(**settings, **{**constant, "max_steps": 2}).train()
+    resumed, whole = cached_trainer(**settings, **constant), cached_trainer(**constant)
+    resumed.train(resume_from_checkpoint=True)
+    whole.train()
+    assert apart(resumed, whole) <= 1e-5
+    assert resumed.step_zero is None
+    assert "resumed at step 2" in (tmp_path / "resumed" / "reflogp.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choices", ALONE, ids=named)
-def test_one_choice_alone(choices, world, record_property):
-    assert_equal(world, choices, f"alone-{ALONE.index(choices)}", record_property)
+def test_a_batch_that_does_not_fit_is_halved(cached_trainer):
+    """As accelerate's `find_executable_batch_size` does after an out-of-memory: in the gate, and in a later step."""
+    for fails_at in (1, 3):
+        trainer = cached_trainer(auto_find_batch_size=True, max_steps=3)
+        passes = []
+
+        def run_out(module, args, passes=passes, fails_at=fails_at):
+            passes.append(1)
+            if len(passes) == fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        trainer.model.get_decoder().register_forward_pre_hook(run_out)
+        trainer.train()
+        assert trainer.state.global_step == 3 and trainer.step_zero.passed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(KTO_RUNS))
-def test_kto(number, world, record_property):
-    assert_equal(kto(world), KTO[number], f"kto-{number}", record_property)
+class Annealed(DPOTrainer):
+    """As research code does: beta changes at each step, and a frozen auxiliary model runs in the loss."""
+
+    auxiliary = None
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.beta = 0.1 + 0.1 * self.state.global_step
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"])
+            extra = self.auxiliary(input_ids=inputs["input_ids"]).logits.mean()
+        return (loss[0] + extra, loss[1]) if isinstance(loss, tuple) else loss + extra
 
 
-def test_choices_meet():
-    """The runs are different ones, that every choice is part of, and most pairs of choices."""
-    assert all(map(is_possible, DPO))
-    assert {(axis, choice) for choices in DPO for axis, choice in choices.items()} == {
-        (axis, choice) for axis in AXES for choice in AXES[axis]
-    }
-    possible = pairs_met(combinations(400, SEED))
-    assert pairs_met(DPO) > possible / 2
+def test_annealed_beta_and_an_auxiliary_model(policy, config, dataset, tokenizer, store, monkeypatch):
+    class Cached(CachedReferenceMixin, Annealed):
+        pass
 
-
-@pytest.mark.slow
-def test_two_processes(world, tmp_path):
-    """Each of two processes makes the same runs, with TRL's trainer and with ours."""
-    given = {"model": str(world.model), "rows": world.rows, "store": str(world.store), "runs": TOGETHER}
-    function = f"{__name__}:ranks"
-    _, seen, _ = distributed_run.launch(given, tmp_path, function=function, timeout=400)
-    assert len(seen) == 2
-    for rank in seen:
-        for choices, run in zip(TOGETHER, rank["runs"], strict=True):
-            assert apart(run["ours"], run["trl"]) <= 1e-5, (named(choices), run)
-            assert_audited(choices, run["verdict"], run["findings"])
-
-
-def ranks(settings_file: str) -> None:
-    """What each of two processes calls."""
-
-    def work(given):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(given["model"])
-        own = World(Path(given["model"]), tokenizer, given["rows"], Path(given["store"]), Path(given["out"]))
-        found = []
-        for number, choices in enumerate(given["runs"]):
-            trls, ours = (own.run(choices, cached=cached, name=f"run-{number}") for cached in (False, True))
-            found.append({"trl": trls.losses, "ours": ours.losses, "verdict": ours.verdict, "findings": ours.findings})
-        return {"runs": found}
-
-    distributed_run.run(work, settings_file)
-
-
-def test_the_runs_can_be_told(capsys):
-    """`REFLOGP_ORDINARY_RUNS=N pytest -rP` prints what each run is; here, that each can be written down."""
-    assert json.loads(json.dumps(DPO)) == DPO
+    monkeypatch.setattr(Annealed, "auxiliary", policy())
+    arguments = {"train_dataset": dataset, "processing_class": tokenizer}
+    trl = Annealed(policy(), args=config(logging_steps=2, max_steps=4), **arguments)
+    ours = Cached(policy(), args=config(logging_steps=2, max_steps=4), reference=store, **arguments)
+    trl.train()
+    ours.train()
+    assert apart(ours, trl) <= 1e-5 and np.isfinite(losses(ours)).all()

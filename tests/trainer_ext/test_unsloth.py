@@ -6,127 +6,110 @@ In the environment of `make setup-frameworks`, as subprocesses. unsloth's models
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import save_llama, write_rows
-from tests.trainer_ext.framework_runs import ROWS, SIZE, check_equal, environment_of, needs, python_of, report, short_rows
+from tests.trainer_ext import framework_runs as frameworks
+from tests.trainer_ext.framework_runs import ROWS, SIZE, record, score_missing
 from tests.trainer_ext.on_cpu import ON_CPU
 
 STEPS = 10
-#: Largest difference of a loss between a reference model and its stored values, in float32.
-EQUAL = 1e-5
 
-PYTHON = python_of("unsloth")
-RUN = Path(__file__).parent / "unsloth_env" / "run.py"
-pytestmark = needs(PYTHON)
+PYTHON = frameworks.python_of("unsloth")
+pytestmark = frameworks.needs(PYTHON)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("unsloth-model"), tokenizer, **SIZE)
+def given(tokenizer, pair_rows, tmp_path_factory) -> dict[str, str]:
+    """The model, and pairs to train and to evaluate on."""
+    folder, rows = tmp_path_factory.mktemp("unsloth"), frameworks.short_rows(pair_rows)
+    files = {
+        name: str(write_rows(folder / f"{name}.jsonl", part))
+        for name, part in {"data": rows[:ROWS], "new": rows[ROWS:]}.items()
+    }
+    return {"model": str(save_llama(folder / "model", tokenizer, **SIZE)), **files}
 
 
 @pytest.fixture(scope="module")
-def data(pair_rows, tmp_path_factory) -> Path:
-    """Pairs, and pairs to evaluate on."""
-    folder = tmp_path_factory.mktemp("unsloth-data")
-    rows = short_rows(pair_rows)
-    write_rows(folder / "pairs.jsonl", rows[:ROWS])
-    write_rows(folder / "new.jsonl", rows[ROWS:])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def train(model, data, tmp_path_factory):
+def train(given, tmp_path_factory):
     """train(order, jobs, folder) -> what each job has seen; see unsloth_env/run.py."""
-    environment = environment_of(PYTHON, tmp_path_factory.mktemp("unsloth-caches"))
-    environment |= {"TORCHDYNAMO_DISABLE": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path_factory.mktemp("unsloth-compiled"))}
-    given = {"kind": "dpo", "policy": "full", "folder": str(model), "data": str(data / "pairs.jsonl"), "new": None}
-    given["max_seq_length"] = None
+    caches = tmp_path_factory.mktemp("unsloth-caches")
+    environment = {**frameworks.environment_of(PYTHON, caches), "UNSLOTH_COMPILE_LOCATION": str(caches / "compiled")}
+    settings = {**ON_CPU, "learning_rate": 5e-4, "optim": "adamw_torch", "per_device_train_batch_size": 4, "max_steps": STEPS}
 
     def run(order: str, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         folder.mkdir(exist_ok=True)
         whole = []
         for number, job in enumerate(jobs):
-            settings = {**ON_CPU, "output_dir": str(folder / str(number)), "learning_rate": 5e-4, "optim": "adamw_torch"}
-            settings |= {"per_device_train_batch_size": 4, "max_steps": STEPS}
-            whole.append({**given, "args": settings, **job})
+            own = {"output_dir": str(folder / str(number)), "bf16": job.get("dtype") == "bfloat16"}
+            whole.append({**given, "args": {**settings, **own}, **job})
         (folder / "jobs.json").write_text(json.dumps(whole))
-        command = [PYTHON, RUN, order, folder / "jobs.json", folder / "results.json"]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=540, check=False)
+        command = [PYTHON, Path(__file__).parent / "unsloth_env" / "run.py", order, folder / "jobs.json", folder / "seen.json"]
+        run = {"env": {**environment, "TORCHDYNAMO_DISABLE": "1"}, "cwd": folder, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=540, check=False, **run)
         assert done.returncode == 0, done.stderr[-6000:]
-        return json.loads((folder / "results.json").read_text())
+        return json.loads((folder / "seen.json").read_text())
 
     return run
 
 
-def score(command: str) -> None:
-    words = shlex.split(command)
-    subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True, capture_output=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
-def store(model, data, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unsloth-store") / "logps"
-    for name in ("pairs", "new"):
-        score(f"reflogp score {model} {data / name}.jsonl --store {folder} --dtype float32")
-    return folder
+def store(given, tmp_path_factory) -> str:
+    store = str(tmp_path_factory.mktemp("unsloth-store") / "logps")
+    for dtype in ("float32", "bfloat16"):
+        for name in ("data", "new"):
+            frameworks.run_command(["score", given["model"], given[name], "--store", store, "--dtype", dtype])
+    return store
 
 
-def check_runs(stock: dict[str, Any], ours: dict[str, Any], model: Path, policy: str, steps: int) -> None:
-    """The same losses with a reference model and with stored values, which load, hash and prepare no more than they need."""
+def check_runs(stock: dict[str, Any], ours: dict[str, Any], policy: str = "full", dtype: str = "float32") -> None:
+    """The same losses with a reference model and with stored values, with which no second model is loaded, and none hashed."""
     assert "error" not in stock and "error" not in ours, (stock, ours)
-    check_equal(stock["losses"], ours["losses"], steps, EQUAL)
-    assert ours["loaded"] == [str(model)]
-    assert stock["loaded"] == [str(model)] * (2 if policy == "full" else 1)
+    frameworks.check_equal(stock["losses"], ours["losses"], STEPS, frameworks.EQUAL[dtype])
+    assert (stock["loaded"], ours["loaded"], ours["hashed"]) == (2 if policy == "full" else 1, 1, 0)
     assert ours["trained"] == stock["trained"] == {"full": 21, "lora": 8}[policy]
-    assert ours["hashed"] == 0
-    assert ours.get("prepared") == stock.get("prepared")
-    seen = report(Path(ours["output_dir"]))
-    assert seen["verdict"] == "passed"
-    assert seen["step_zero"]["sequences"] == 8
+    seen = record(Path(ours["output_dir"]))
+    assert seen["step_zero"]["passed"] and seen["step_zero"]["sequences"] == 8
+    assert seen["joins"]["train"]["reference_dtype"] == dtype
 
 
-def test_the_trainers_that_unsloth_generates(train, store, data, model, tmp_path):
-    new = {"new": str(data / "new.jsonl"), "store": str(store)}
-    pairs = [{**new, "policy": policy, "stored": stored} for policy in ("full", "lora") for stored in (False, True)]
-    kto = [{"kind": "kto", "stored": True, "store": str(store)}]
-    found = train("first", [*pairs, {**new, "stored": True, "args": None}, *kto], tmp_path / "first")
-    assert [seen["module"] for seen in found] == ["UnslothDPOTrainer"] * 5 + ["UnslothKTOTrainer"]
-    check_runs(found[0], found[1], model, "full", STEPS + 1)
-    check_runs(found[2], found[3], model, "lora", STEPS + 1)
-    assert found[1]["prepared"] == 1
-    assert found[4]["output_dir"] == f"{model.name}-DPO"
+CASES = ({}, {"policy": "lora"}, {"dtype": "bfloat16"})
 
-    # KTO, and the other import order that works.
-    assert found[5]["error"] == "MissingLogpsError", found[5]
-    score(re.search(r"reflogp score .*?--dtype \w+", found[5]["words"])[0])
-    kto.insert(0, {"kind": "kto", "stored": False})
-    cut = [{**job, "max_seq_length": 100} for job in pairs[:2]]
-    found = train("between", [*kto, *cut], tmp_path / "between")
+
+@pytest.mark.parametrize(("order", "module"), [("first", "UnslothDPOTrainer"), ("cpu", "trl.trainer.dpo_trainer")])
+def test_losses_are_those_of_a_real_reference_model(order, module, train, store, tmp_path):
+    """Also on other rows, at the end; in both of unsloth's ways."""
+    found = train(order, [{**case, "store": values} for case in CASES for values in (None, store)], tmp_path)
+    assert {seen["module"] for seen in found} == {module}
+    for number, case in enumerate(CASES):
+        check_runs(found[2 * number], found[2 * number + 1], **case)
+
+
+def test_kto_and_limits_after_the_other_import_order_that_works(train, given, store, tokenizer, tmp_path):
+    other = save_llama(tmp_path / "other", tokenizer, **{**SIZE, "num_hidden_layers": 1})
+    frameworks.run_command(["score", str(other), given["data"], "--store", store, "--dtype", "float32"])
+    kto = {"kind": "KTO", "new": None}
+    found = train(
+        "between",
+        [{**kto, "store": store}, {"store": store, "args": None}, {"store": store, "reference": str(other)}],
+        tmp_path,
+    )
+    assert found[1]["output_dir"] == "model-DPO"
+    assert found[2]["error"] == "StepZeroError"
+    assert "rows of train" in score_missing(found[:1])
+    jobs = [{**job, "store": values} for job in (kto, {"max_seq_length": 100}) for values in (None, store)]
+    found = train("between", jobs, tmp_path)
     assert [seen["module"] for seen in found] == ["UnslothKTOTrainer"] * 2 + ["UnslothDPOTrainer"] * 2
-    check_runs(found[0], found[1], model, "full", STEPS)
-    check_runs(found[2], found[3], model, "full", STEPS + 1)
+    check_runs(*found[:2])
+    check_runs(*found[2:])
     assert [seen["max_length"] for seen in found[2:]] == [100, 100]
 
 
 def test_unsloth_imported_after_the_trainer_is_refused(train, store, tmp_path):
-    [seen] = train("late", [{"stored": True, "store": str(store)}], tmp_path)
+    [seen] = train("late", [{"store": store}], tmp_path)
     assert seen["error"] == "ImportError"
     assert "put `import unsloth` before all imports of trl and reflogp" in seen["words"]
-
-
-def test_unsloths_backend_for_cpus(train, store, data, model, tmp_path):
-    new = {"new": str(data / "new.jsonl"), "store": str(store)}
-    jobs = [{**new, "policy": policy, "stored": stored} for policy in ("full", "lora") for stored in (False, True)]
-    found = train("cpu", jobs, tmp_path)
-    assert {seen["module"] for seen in found} == {"trl.trainer.dpo_trainer"}
-    check_runs(found[0], found[1], model, "full", STEPS + 1)
-    check_runs(found[2], found[3], model, "lora", STEPS + 1)

@@ -15,7 +15,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.vision import load_processor
 from reflogp.store import UsageError
-from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference
 from reflogp.trainer.vision import RowTokens
 from tests.trainer_ext.conftest import losses
 from tests.trainer_ext.distributed_run import launch
@@ -63,7 +63,7 @@ def _scored(family, dataset, folder):
 def trainer(scored, dataset, tmp_path, kind=CachedDPOTrainer, options=None, **changes):
     model, store = scored
     settings = {**ON_CPU, "output_dir": str(tmp_path / kind.__name__), "per_device_train_batch_size": 2, "max_length": None}
-    given = {"reference": ReferenceSource(store, model=str(model), dtype="float32")} if kind is not DPOTrainer else {}
+    given = {"reference": store} if kind is not DPOTrainer else {}
     given |= {"processing_class": AutoProcessor.from_pretrained(model), **(options or {})}
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     config = KTOConfig if kind is CachedKTOTrainer else DPOConfig
@@ -79,16 +79,14 @@ def test_losses_are_those_with_a_reference_model(scored, dataset, tmp_path):
     trl.train()
     assert len(losses(ours)) == 20
     np.testing.assert_allclose(losses(ours), losses(trl), rtol=0, atol=1e-5)
-    audit = ours.audit.as_dict()
-    assert audit["verdict"] == "passed" and audit["forwards"]["policy_passes"] == 20
-    assert ours.audit.step_zero.sequences == 4 and ours.audit.step_zero.max_difference < 1e-3
+    assert ours.step_zero.sequences == 4 and ours.step_zero.max_difference < 1e-3
 
 
 def test_a_run_on_images(llava, dataset, tmp_path):
     ours = trainer(llava, dataset, tmp_path, max_steps=2, options={"eval_dataset": dataset.select(range(4))})
     ours.train()
     evaluated = ours.evaluate()["eval_loss"]
-    assert ours.audit.step_zero.passed and np.isfinite(evaluated)
+    assert ours.step_zero.passed and np.isfinite(evaluated)
     assert ours.evaluate(dataset.select(range(4)))["eval_loss"] == pytest.approx(evaluated, abs=1e-6)
     assert ours.train_dataset[0]["images"][0].size == dataset[0]["images"][0].size
 
@@ -126,9 +124,7 @@ def test_another_image_processor_is_another_input(llava, dataset, tmp_path):
 
 
 def test_nothing_scored_yet(llava, dataset, tmp_path):
-    from reflogp.store import ReflogpError
-
-    with pytest.raises(ReflogpError, match="reflogp score"):
+    with pytest.raises(MissingLogpsError, match="reflogp score"):
         trainer((llava[0], tmp_path / "empty"), dataset, tmp_path)
 
 
@@ -151,13 +147,11 @@ def test_a_row_that_the_collator_refuses_is_named(llava, dataset, tmp_path):
 def test_what_is_refused_with_images(llava, dataset, tmp_path):
     model, store = llava
     kto = dataset.remove_columns(["rejected"]).rename_column("chosen", "completion").add_column("label", [True, False] * 6)
-    with pytest.raises(UsageError, match="CachedKTOTrainer does not support images"):
+    with pytest.raises(ValueError, match="not supported for vision datasets"):
         trainer(llava, kto, tmp_path, CachedKTOTrainer)
     with pytest.raises(UsageError, match="not as a stream"):
         trainer(llava, dataset.to_iterable_dataset(), tmp_path, max_steps=1)
-    with pytest.raises(UsageError, match="column videos"):
-        trainer(llava, dataset.add_column("videos", [["a.mp4"]] * 12), tmp_path)
-    source = ReferenceSource(store, model=str(model), dtype="float32", on_miss="compute")
+    source = Reference(store, on_miss="compute")
     with pytest.raises(UsageError, match="on_miss='compute'"):
         trainer(llava, dataset, tmp_path, options={"reference": source})
     paths = Dataset.from_list([{**pair("?", ["a.png"])}])
@@ -166,33 +160,21 @@ def test_what_is_refused_with_images(llava, dataset, tmp_path):
     text = dataset.remove_columns(["images"])
     with pytest.raises(UsageError, match="the column `images` is missing"):
         trainer(llava, dataset, tmp_path, options={"eval_dataset": text})
-    with pytest.raises(UsageError, match="of the eval dataset contains more than text"):
-        trainer(llava, text, tmp_path, options={"eval_dataset": dataset})
     collator = type("Own", (DataCollatorForVisionPreference,), {})(AutoProcessor.from_pretrained(model))
     with pytest.raises(UsageError, match="this run uses the collator Own"):
         trainer(llava, dataset, tmp_path, options={"data_collator": collator})
-    with pytest.raises(ImportError, match=r"TRL 1\.9"):
-        _with_trl_version("1.8.0", lambda: trainer(llava, dataset, tmp_path))
-
-
-def _with_trl_version(version, work):
-    from unittest import mock
-
-    with mock.patch("reflogp.trainer.vision.trl_version", lambda: version):
-        work()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "zero3"])
-def test_two_processes(mode, llava, tmp_path):
-    model, _ = llava
-    data = pairs_with_images(12).filter(
-        lambda row: len(row["images"]) > 0
-    )  # TRL: text alone leaves the tower without gradients
-    data.save_to_disk(tmp_path / "data")
-    settings = {"model": str(model), "source": str(llava[1]), "data": str(tmp_path / "data"), "images": True, "mode": mode}
-    _, ranks, _ = launch(settings, tmp_path / "ours")
-    _, trl, _ = launch({**settings, "trl": True}, tmp_path / "trl")
+@pytest.mark.parametrize(("mode", "bf16", "allowed"), [("ddp", False, 1e-5), ("zero3", False, 1e-5), ("zero3", True, 0.05)])
+def test_two_processes(mode, bf16, allowed, llava, tmp_path):
+    model, store = llava
+    # Without the rows of text alone, which leave the tower without gradients in TRL.
+    pairs_with_images(12).filter(lambda row: len(row["images"]) > 0).save_to_disk(tmp_path / "data")
+    settings = {"model": str(model), "source": str(store), "data": str(tmp_path / "data"), "images": True, "mode": mode}
+    _, ranks, _ = launch({**settings, "args": {"bf16": bf16}}, tmp_path / "ours")
+    _, trl, _ = launch({**settings, "args": {"bf16": bf16}, "trl": True}, tmp_path / "trl")
     for ours, theirs in zip(ranks, trl, strict=True):
-        assert [entry["loss"] for entry in ours["logs"]] == pytest.approx([entry["loss"] for entry in theirs["logs"]], abs=1e-5)
-        assert ours["audit"]["verdict"] == "passed"
+        expected = [entry["loss"] for entry in theirs["logs"]]
+        assert [entry["loss"] for entry in ours["logs"]] == pytest.approx(expected, abs=allowed)
+        assert ours["step_zero"]["passed"] and ours["dtypes_read_by_the_loss"] == ["float32"]

@@ -21,15 +21,21 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
-from trl import DPOConfig, DPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
-from reflogp.trainer.audit.metrics import versions
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference
+from reflogp.trainer.gate import versions
 from tests.trainer_ext.on_cpu import ON_CPU
 from tools.matrix.cases import CASES, MOVES, STEPS, Case, Result
 
 T = TypeVar("T")
+
+#: Trainer of a case -> (config, cached trainer, TRL's trainer).
+_CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "dpo": (DPOConfig, CachedDPOTrainer, DPOTrainer),
+    "kto": (KTOConfig, CachedKTOTrainer, KTOTrainer),
+}
 
 
 class Cell:
@@ -45,8 +51,8 @@ class Cell:
 
     def __init__(self, model: Path, rows: list[dict[str, Any]], store: Path, reflogp: list[str], folder: Path) -> None:
         self._model, self._rows, self._reflogp, self._folder = model, rows, reflogp, folder
-        self._reference = ReferenceSource(store, model=str(model), dtype="float32")
-        self._tokenizer = _tokenizer(model)
+        self._reference = Reference(str(store), dtype="float32")
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
 
     def run(self, case: Case) -> Result:
         """Run both trainers of a case, and compare their losses."""
@@ -83,13 +89,13 @@ class Cell:
             new = self._dataset(case)[1]
             losses.append(self._scoring_what_is_missing(lambda: trainer.evaluate(new), result)["eval_loss"])
         elif case.evaluates:
-            losses.append(trainer.evaluate()["eval_loss"])
+            losses.append(trainer.evaluate(self._dataset(case)[1])["eval_loss"])
         return losses
 
     def _trainer(self, case: Case, cached: bool) -> Any:
         set_seed(7)
-        train, new = self._dataset(case)
-        config_class, cached_class, trl_class = _classes(case)
+        train, _ = self._dataset(case)
+        config_class, cached_class, trl_class = _CLASSES[case.trainer]
         name = f"{CASES.index(case)}-{'cached' if cached else 'trl'}"
         settings = {
             **ON_CPU,
@@ -105,8 +111,6 @@ class Cell:
         options: dict[str, Any] = {"train_dataset": train, "processing_class": self._tokenizer}
         if case.lora:
             options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        if case.evaluates and not cached:  # TRL up to 1.6 can evaluate only on this dataset
-            options["eval_dataset"] = new
         policy = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
         args = config_class(**{**settings, **case.settings})
         if cached:
@@ -131,28 +135,6 @@ class Cell:
             subprocess.run([*self._reflogp, *words], check=True, stdin=subprocess.DEVNULL)
             result.scored += len(error.rows)
         return work()
-
-
-def _classes(case: Case) -> tuple[Any, Any, Any]:
-    """Return (config, cached trainer, TRL's trainer)"""
-    if case.trainer == "dpo":
-        return DPOConfig, CachedDPOTrainer, DPOTrainer
-    try:
-        from trl.experimental.kto import KTOConfig
-    except ImportError:
-        from trl import KTOConfig
-    return KTOConfig, CachedKTOTrainer, CachedKTOTrainer.__bases__[1]
-
-
-def _tokenizer(model: Path) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer. transformers 4 does not know the class under which transformers 5 saves it."""
-    saved = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(model / "tokenizer.json"),
-        eos_token=saved["eos_token"],
-        pad_token=saved["pad_token"],
-        chat_template=(model / "chat_template.jinja").read_text(encoding="utf-8"),
-    )
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ class Environment:
     """A version of TRL, and a version of transformers that it works with.
 
     Attributes:
-        without: trainer of cases -> why this TRL cannot run them; the failure is checked.
         more: further requirements.
         variables: environment variables of the runs.
     """
@@ -28,7 +27,6 @@ class Environment:
     trl: str
     transformers: str
     datasets: str
-    without: dict[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -62,7 +60,6 @@ class Environment:
         return own + [f"{name}=={pins[name]}" for name in _SHARED]
 
 
-_NO_KTO = {"kto": "KTOTrainer has no `_precompute_ref_logps`"}
 #: TRL 1.15 computes its loss only in Triton kernels, which run on a CPU in Triton's interpreter.
 _ON_TRITON = {"more": ("triton==3.9.0",), "variables": {"TRITON_INTERPRET": "1"}}
 ENVIRONMENTS = [
@@ -73,7 +70,4 @@ ENVIRONMENTS = [
     Environment("1.12.0", "5.16.1", "5.2.0"),
     Environment("1.9.0", "5.14.1", "5.2.0"),
     Environment("1.8.0", "5.13.1", "5.2.0"),
-    Environment("1.2.0", "4.57.6", "5.0.1"),
-    Environment("1.1.0", "5.5.4", "5.0.1", _NO_KTO),
-    Environment("0.24.0", "4.57.6", "5.0.1", _NO_KTO),
 ]

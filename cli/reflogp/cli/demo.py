@@ -49,7 +49,7 @@ def demo(
         from reflogp.scoring.runs.local import LocalScorer
         from reflogp.scoring.runs.score import score_dataset
         from reflogp.scoring.torch_engine import TorchEngine
-        from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+        from reflogp.trainer import CachedDPOTrainer, Reference
     except ImportError as error:
         raise missing_extra("service,trainer", error) from error
     started = time.monotonic()
@@ -89,12 +89,12 @@ def demo(
         )
 
     out.print(f"[bold]4. Train[/bold]: {steps} steps of DPO on the stored values", markup=True)
-    source = ReferenceSource(folder / "store", model=model, dtype=dtype)
+    source = Reference(str(folder / "store"), model=model, dtype=dtype)
     with _models_that_run(torch) as ran:
         trainer = _train(CachedDPOTrainer, source, model, data_file, folder / "run", rows, steps)
-    gate = trainer.audit.step_zero
+    gate = trainer.step_zero
     out.print(
-        f"   step_zero check: policy and stored reference differ by at most {gate.max_difference:.2g} nats in each of "
+        f"   gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats in each of "
         f"{gate.sequences} sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
     out.print(f"   language models that ran during training: {len(ran)} (the policy and {len(ran) - 1} reference models)")
@@ -107,8 +107,8 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. {(folder / 'run' / 'reflogp_audit.json').resolve()} contains the results "
-        "of the trainer's checks, and names the store, reference and snapshot that the values come from"
+        f"Done in {time.monotonic() - started:.0f} s. {(folder / 'run' / 'reflogp.json').resolve()} names the store, reference "
+        "and snapshot that the values come from"
     )
 
 

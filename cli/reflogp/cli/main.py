@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer import rich_utils
 
-from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
+from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit, verify
 from reflogp.cli.console import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -75,6 +75,7 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("score", cls=score.ScoreCommand)(score.score)
 app.command("join")(join.join)
+app.command("verify")(verify.verify)
 app.command("report")(report.report)
 app.command("export")(export.export)
 app.command("reference")(reference.reference)

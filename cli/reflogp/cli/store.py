@@ -91,6 +91,8 @@ def verify_(
 ) -> None:
     """Read every log entry and every page of every shard, verify checksums and rows, and list damaged files.
 
+    This command needs no model; `reflogp verify` checks that values are the model's, by computing some of them again.
+
     The exit code is 1 if there is damage and --repair was not given. --repair repairs the log and drops the damaged shards. The
     next `reflogp score` with the same data scores the rows of these shards again.
     """

@@ -35,8 +35,13 @@ def main(notes_folder: str, module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
     seen: dict[str, Any] = {"loaded": loaded}
     try:
-        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load):
+        with (
+            mock.patch.object(AutoModelForCausalLM, "from_pretrained", load),
+            mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),  # a CPU has it too
+        ):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        assert not ended.code, ended.code
     except Exception as error:
         seen |= {"error": type(error).__name__, "words": str(error)}
         raise

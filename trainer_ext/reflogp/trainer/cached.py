@@ -1,59 +1,68 @@
-"""Provide the mixin that makes TRL's DPO and KTO trainers use stored reference log-probs.
+"""Train with TRL's DPO and KTO trainers on stored reference log-probs instead of a reference model.
 
 TRL calls its hook `_precompute_ref_logps` with each dataset, after tokenizing and filtering the dataset. The mixin overrides
-the hook to add columns with the reference log-probs. The loss reads these columns, and TRL does not remove them when it removes
-unused columns. For streams, pairs with images, and trainers without the hook (DPO in TRL 0.28 and older), the columns are added
-after the trainer is constructed. The rest of TRL's training code runs unchanged.
+the hook to add columns with the reference log-probs, which TRL's collators and losses read. The rest of TRL runs unchanged.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
+from unittest import mock
 
 import numpy as np
-from datasets import IterableDataset
+import torch
+import trl
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from datasets.fingerprint import Hasher
+from packaging.version import Version
+from trl import DPOTrainer, KTOTrainer
 
 from reflogp.store import UsageError
-from reflogp.store.joins import PAIR_COLUMNS, Join
+from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, Join
 from reflogp.store.windows import TrainerSettings
-from reflogp.trainer.audit import ReferenceAudit, watching
-from reflogp.trainer.audit.metrics import begin_report
-from reflogp.trainer.construction import NoReferenceModel, no_reference_model, refuse_reference_model, unchanged_by_failure
-from reflogp.trainer.distributed_join import (
-    NothingScored,
-    agree_on_dtype,
-    agree_on_snapshot,
-    all_missing,
-    join_on_all_ranks,
-    raise_missing,
+from reflogp.trainer.errors import ReferenceLogpsError
+from reflogp.trainer.gate import StepZero, compare, computes_in, warn_of_other_dtype, write_record
+from reflogp.trainer.join import (
+    JoinRecord,
+    Misses,
+    join_stream,
+    look_up,
+    misses_of,
+    missing_error,
+    reference_columns,
+    with_columns,
 )
-from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
-from reflogp.trainer.layouts import Columns, layout_of, reference_columns
-from reflogp.trainer.own_model import fill_in
-from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
-from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.tolerances import computes_in
-from reflogp.trainer.trl_versions import (
-    HOOK,
-    TESTED,
-    default_config,
-    is_of_trl,
-    refuse_late_unsloth,
-    refuse_liger_loss,
-    require_hook,
-    trl_version,
-    with_own_tag,
-)
-from reflogp.trainer.values import Where
-from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, refuse_media, require_vision, token_rows
+from reflogp.trainer.reference import Reference, Values
+from reflogp.trainer.vision import CollatorWithReference, has_images, require_vision, takes_images, token_rows
+
+if Version(trl.__version__) < Version("1.8.0.dev0"):
+    raise ImportError(f"reflogp's trainers need TRL 1.8 or newer, but {trl.__version__} is installed: pip install -U trl")
 
 #: Base class of the mixin: `object` at run time, or any trainer for type checkers.
 _AnyTrainer: Any = object
+
+
+class NoReferenceModel:
+    """Takes the place of TRL's reference model. Any use as a model raises an error.
+
+    If a trainer's ref_model is None, TRL's `evaluate` rejects new datasets after the first step, because TRL would compute the
+    reference log-probs with the trained policy.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("this run has no reference model, because it uses stored reference log-probs")
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class CachedReferenceMixin(_AnyTrainer):
@@ -62,31 +71,24 @@ class CachedReferenceMixin(_AnyTrainer):
     List the mixin before the trainer among the base classes. In addition to the trainer's arguments, the constructor takes:
 
     Args:
-        reference: where the reference log-probs are stored.
+        reference: where the reference log-probs are stored: a store, a service's URL or a Parquet file from `reflogp join`; or
+            a `Reference`, which also names the model, its dtype, and what to do about rows without values.
         policy_starts_at_reference: whether the policy starts from the reference's weights. If True, the policy's log-probs of
             the first batch are compared with the reference's before the first step. Pass False if the policy starts from
             different weights, for example from a later checkpoint.
-        step_zero_tolerance: maximum of |policy - reference| / √tokens for each completion, where policy and reference are the
-            sums of the completion's log-probs in nats. If None, the tolerance depends on the dtypes and on whether the model is
-            a mixture of experts (see reflogp.trainer.tolerances), and the policy and the reference must have the same dtype. If
-            a `ReferenceAudit` with a tolerance is passed as `audit`, the tolerance of the `ReferenceAudit` is used instead.
-        audit: a `ReferenceAudit`, or False for no audit. If None, a `ReferenceAudit` is created with `step_zero_tolerance` and
-            otherwise default settings.
 
     Raises:
-        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`. These errors are raised before
-            training begins or, for the rows of a stream, while the stream is read.
-        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of the reference model at all.
-        StepZeroError, AuditError: raised during training; see ReferenceAudit.
+        MissingLogpsError, UnusableLogpsError: rows of a dataset have no values, or values that are not finite. The constructor
+            and `evaluate` raise these errors; for the rows of a stream, they are raised while the stream is read.
+        StepZeroError: in training, before the first step, the policy's log-probs differ from the reference's by more than
+            rounding.
         RankFailedError: another process of a distributed run raised one of these errors.
         UsageError: an argument is incompatible with stored reference log-probs.
-        ImportError: the installed version of TRL is not supported, or unsloth was imported too late.
 
     Attributes:
-        joins: dict from each dataset's name ("train", "eval", …) to the JoinRecord of its join. If the run has an audit, the
-            records are also in `output_dir/reflogp_audit.json`.
-        audit: the audit of the run, or None if there is no audit. Its attribute `step_zero` is the result of the comparison
-            before the first step.
+        joins: dict from each dataset's name ("train", "eval", …) to the JoinRecord of its join.
+        step_zero: the StepZero of the comparison before the first step; None before it, and for runs without one. Both are
+            also in `output_dir/reflogp.json`, which is written when training begins.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -100,84 +102,142 @@ class CachedReferenceMixin(_AnyTrainer):
     data_collator: Any
     _signature_columns: list[str] | None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._tag_names = with_own_tag(cls)
-
     def __init__(
         self,
         model: Any = None,
         ref_model: Any = None,
         args: Any = None,
         *more: Any,
-        reference: ReferenceSource | None = None,
+        reference: Reference | str | None = None,
         policy_starts_at_reference: bool = True,
-        step_zero_tolerance: float | None = None,
-        audit: ReferenceAudit | bool | None = None,
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        if not isinstance(reference, ReferenceSource):
-            raise UsageError(
-                f'{name} needs to know where the reference log-probs are: pass reference=ReferenceSource("./logps", '
-                'model="./sft-model") with the store and the model that were passed to `reflogp score`'
-            )
-        refuse_reference_model(name, ref_model)
-        refuse_late_unsloth(type(self))
-        require_hook(type(self))
-        args = default_config(type(self), model) if args is None else args
+        if ref_model is not None:
+            raise UsageError(f"{name} needs no reference model, because it reads stored log-probs: remove ref_model")
+        _refuse_late_unsloth(type(self))
+        self._read_from(Reference.of(reference, name), policy_starts_at_reference)
+        args = copy.copy(_default_config(type(self), model) if args is None else args)
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
                 "sync_ref_model=True changes the reference during training, so stored log-probs would be stale: set it to False"
             )
-        refuse_liger_loss(args)
+        trained_on = kwargs.get("train_dataset", more[1] if len(more) > 1 else None)
+        images = has_images(trained_on) and takes_images(_trl_modules(type(self)))
+        if images:
+            require_vision(trained_on, self.reference)
+        args.precompute_ref_log_probs = not images  # TRL rejects the setting for images
+        computes = self.reference.on_miss == "compute"
+        with nullcontext() if computes else no_reference_model(type(self), policies=int(isinstance(model, str))):
+            super().__init__(model, None, args, *more, **kwargs)
+        if images:
+            self._join_datasets()
+        self._use_columns()
+
+    def _read_from(self, reference: Reference, policy_starts_at_reference: bool) -> None:
         self.reference = reference
         self.policy_starts_at_reference = policy_starts_at_reference
-        self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
+        self.step_zero: StepZero | None = None
+        self._values: Values | None = None
         self._misses: list[Misses] = []
-        # Names of the datasets that a call of `evaluate` has yet to join. None while the constructor runs, because the
-        # constructor does not know the names of the datasets that it will join.
-        self._joins_to_come: set[str] | None = None
-        self._is_audited = audit is not False
-        datasets = [*more, *kwargs.values()]
-        streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
-        named = list(_named_datasets(more, kwargs))
-        takes_images = may_take_images(model, kwargs.get("processing_class"))
-        trained_on = [dataset for dataset, called in named if called == "train"] or [dataset for dataset, _ in named]
-        # TRL looks for images in the same datasets.
-        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)
-        if self._has_images:
-            require_vision(type(self), [dataset for dataset, _ in named], reference)
-        for dataset, called in named:
-            refuse_media(dataset, called, raw=True, images=self._has_images)
-        joins_later = streams or self._is_legacy or self._has_images
-        begin_report(args.output_dir, args.process_index)
-        args = copy.copy(args)
-        if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
-            args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL changes this dict
-        # With this setting, TRL reads the reference columns and keeps no reference model. TRL rejects the setting for streams
-        # and for images.
-        args.precompute_ref_log_probs = not streams and not self._has_images
-        with unchanged_by_failure(model, *datasets):
-            with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
-                super().__init__(model, None, args, *more, **kwargs)
-            if joins_later:
-                self._join_after_construction()
-            self._require_all()
-            if "train" not in self.joins:
-                raise ImportError(
-                    f"TRL {trl_version()} has the hook `{HOOK}` but did not call it for the training dataset: {TESTED}"
-                )
-        self._joins_to_come = set()
-        self.ref_model = NoReferenceModel()
-        if self._is_audited or reference.on_miss == "compute":
-            weights_of(self)
-        self.audit = watching(self, audit, step_zero_tolerance)
+        self._is_built = self._has_begun = False
+        if reference.on_miss == "compute" and not policy_starts_at_reference:
+            raise UsageError("on_miss='compute' computes values with the policy: it must start from the reference's weights")
+
+    def _join_datasets(self) -> None:
+        """Join all datasets of a constructed trainer."""
+        self.train_dataset = self._join(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {name: self._join(dataset, name) for name, dataset in self.eval_dataset.items()}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._join(self.eval_dataset, "eval")
+
+    def _use_columns(self) -> None:
+        """Raise one error about all rows without values. Otherwise, make TRL's loss read the reference columns."""
+        on_all_ranks("looking up the datasets", self._require_all)
+        if self._is_vision and not isinstance(self.data_collator, CollatorWithReference):
+            self.data_collator = CollatorWithReference(self.data_collator)
+        self.args.precompute_ref_log_probs = self.precompute_ref_logps = True
+        self.ref_model: Any = NoReferenceModel()
+        self._is_built = True
+
+    def _require_all(self) -> None:
+        misses, self._misses = self._misses, []
+        if misses:
+            assert self._values is not None
+            raise missing_error(misses, self._values, self._settings(), Path(self.args.output_dir))
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Override TRL's hook: return the given dataset, which TRL has tokenized and filtered, with reference columns added."""
-        return self._join(dataset, name)
+        return self._join(dataset, name, batch_size)
+
+    def _join(self, dataset: Any, name: str, batch_size: int = 0) -> Any:
+        if self._values is None:
+            self._values = self._open()
+        values, settings = self._values, self._settings()
+        key = name if self._is_built or name not in self.joins else f"eval_{name}"
+        if isinstance(dataset, IterableDataset):
+            if self.reference.on_miss == "compute":
+                raise UsageError("on_miss='compute' reads rows twice, but a stream is read once: use 'error' or 'score'")
+            self.joins[key] = JoinRecord(values.where, settings)
+            return join_stream(dataset, self.reference, values, settings, name, Path(self.args.output_dir))
+        rows = token_rows(dataset, self, name) if self._is_vision else dataset
+        self._values, join, scored = on_all_ranks(
+            f"looking up {name}", lambda: look_up(rows, self.reference, values, settings, name)
+        )
+        computed, is_reference = 0, is_peft_model(self.model) or not self.state.global_step
+        if self.reference.on_miss == "compute" and is_reference:
+            computed = self._compute_missing(dataset, name, batch_size, join)
+        elif misses := misses_of(rows, name, join, with_tokens=not self._is_vision):
+            self._misses.append(misses)
+        if self._is_built:
+            on_all_ranks(f"looking up {name}", self._require_all)
+        if self._misses:
+            return dataset
+        self.joins[key] = JoinRecord(self._values.where, settings, len(dataset), scored, computed)
+        return with_columns(dataset, join.logps)
+
+    def _open(self) -> Values:
+        policy = self.accelerator.unwrap_model(self.model)
+        dtype = computes_in(policy, self.accelerator)
+        values = on_all_ranks("opening the reference", lambda: self.reference.open(checkpoint_of(policy), dtype))
+        if not self._is_built:
+            there = values.where
+            warn_of_other_dtype(there.reference_dtype, dtype, values.command("DATA", self._settings(), dtype))
+        return values
+
+    def _compute_missing(self, dataset: Dataset, name: str, batch_size: int, join: Join) -> int:
+        """Have TRL compute the values that a join did not find, on all processes together, and write them into the join."""
+        missing = np.flatnonzero(join.missing)
+        if not len(missing):
+            return 0
+        policy = self.accelerator.unwrap_model(self.model)
+        rows = dataset.select(missing)
+        # TRL names its cache file by this fingerprint, which may not depend on the settings (with keep_end, for example).
+        rows._fingerprint = Hasher.hash((rows._fingerprint, self._settings(), computes_in(policy, self.accelerator)))
+        stand_in: Any = self.ref_model
+        if self._is_built:
+            self.ref_model = None  # TRL then turns the adapter off
+        computed = super()._precompute_ref_logps(rows, name, batch_size).with_format("numpy")
+        self.ref_model = stand_in
+        for column, values in join.logps.items():
+            values[missing] = computed[column][:]
+        return len(missing)
+
+    def _settings(self) -> TrainerSettings:
+        """Return the settings in the run's config that affect the reference's sums."""
+        args = self.args
+        return TrainerSettings(args.max_length, getattr(args, "truncation_mode", "keep_start"), getattr(args, "ld_alpha", None))
+
+    @property
+    def _is_vision(self) -> bool:
+        return bool(getattr(self, "_is_vision_dataset", False))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self._is_vision and self._signature_columns is not None:
+            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *PAIR_COLUMNS.values()]))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Keep the reference columns in float32.
@@ -189,182 +249,212 @@ class CachedReferenceMixin(_AnyTrainer):
         prepared = super()._prepare_inputs({name: value for name, value in inputs.items() if name not in columns})
         return {**prepared, **{name: values.to(self.args.device) for name, values in columns.items()}}
 
-    def _join_after_construction(self) -> None:
-        """Join all datasets after the trainer is constructed, because TRL does not call the hook: the trainer has no hook, or
-        its datasets include streams or pairs with images."""
-        trained_on, evaluated_on = self.train_dataset, self.eval_dataset
-        self.train_dataset = self._join(trained_on, "train")
-        if isinstance(evaluated_on, dict):
-            self.eval_dataset = {name: self._join(dataset, name) for name, dataset in evaluated_on.items()}
-        elif evaluated_on is not None:
-            self.eval_dataset = self._join(evaluated_on, "eval")
-        if self._has_images:
-            self.data_collator = CollatorWithReference(self.data_collator)
-        self.args.precompute_ref_log_probs = True
-        done = ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs")
-        for flag in ("precompute_ref_logps", "precompute_ref_log_probs", *done):
-            if hasattr(self, flag):
-                setattr(self, flag, True)
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Before the first step, check the first batch, and write `reflogp.json`."""
+        if not self._has_begun:
+            if not reference_columns(inputs):
+                raise ReferenceLogpsError(
+                    f"the batch has no reference columns, but only {', '.join(inputs)}: {type(self.data_collator).__name__} "
+                    "dropped the columns that were joined to the dataset"
+                )
+            self._compare_first_batch(model, inputs)
+            self._has_begun = True
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
 
-    def _join(self, dataset: Any, name: str) -> Any:
-        """Return the dataset with reference columns; every process gets the same values from the same snapshot.
-
-        If rows have no values, the dataset is returned unchanged. `_require_all` raises an error about these rows after all
-        datasets have been looked up, so that a single error names the missing rows of every dataset.
-        """
-        refuse_media(dataset, name, raw=False, images=self._has_images)
-        settings = self._reference_settings()
-        policy = self.accelerator.unwrap_model(self.model)
-        self.reference = agree_on_dtype(self.reference, computes_in(policy, self.accelerator))
-        where = self._where = agree_on_snapshot(self.reference)
-        if isinstance(dataset, IterableDataset):
-            joined = self._join_stream(dataset, name, where, settings)
-        elif isinstance(where, NothingScored):
-            joined, rows = dataset, self._rows_to_key(dataset, name)
-            misses = all_missing(rows, name, layout_of(rows.column_names, self), settings)
-            if misses is None:
-                raise where.error
-            self._misses.append(replace(misses, has_images=self._has_images))
+    def _compare_first_batch(self, model: Any, inputs: dict[str, Any]) -> None:
+        if self.state.global_step:
+            outcome: StepZero | str = f"not compared: the run was resumed at step {self.state.global_step}"
+        elif not self.policy_starts_at_reference:
+            outcome = "not compared: the policy does not start from the reference's weights"
         else:
-            joined = self._join_rows(dataset, name, where, settings)
-        if self._joins_to_come is not None:
-            self._joins_to_come.discard(name)
-            if not self._joins_to_come:
-                self._require_all()
-        return joined
+            policy = self.accelerator.unwrap_model(self.model)
+            dtypes = self.joins["train"].where.reference_dtype, computes_in(policy, self.accelerator)
+            outcome = self.step_zero = compare(*self._sums(model, self._prepare_inputs(inputs)), *dtypes, policy.config)
+        write_record(self.args.output_dir, self.joins, outcome)
+        if isinstance(outcome, StepZero):
+            outcome.require()
 
-    def _join_rows(self, dataset: Any, name: str, where: Where, settings: TrainerSettings) -> Any:
-        rows = self._rows_to_key(dataset, name)
-        layout = layout_of(rows.column_names, self)
-        found = join_on_all_ranks(rows, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
-        columns, misses = found.columns, found.misses
-        if misses is not None and self.reference.on_miss == "compute":
-            columns = {column: values.copy() for column, values in columns.items()}
-            why = fill_in(self, dataset, misses.rows, columns, list(found.asked.needed.values()), where.reference_dtype)
-            misses = replace(misses, why=why) if why else None
-        if misses is not None:
-            self._misses.append(replace(misses, has_images=self._has_images))
-            return dataset
-        tokens = list(found.asked.needed.values())
-        joined, brought = on_all_ranks(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
-        computed = 0 if found.misses is None else len(found.misses.rows)
-        counts = {"rows": len(joined), "scored": found.scored, "computed": computed}
-        self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
-        return joined
-
-    def _rows_to_key(self, dataset: Any, name: str) -> Any:
-        """Return a dataset's tokenized rows. TRL has already tokenized all datasets except those with images, which are
-        tokenized here."""
-        return token_rows(dataset, self, name) if self._has_images else dataset
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        if self._has_images and self._signature_columns is not None:
-            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *PAIR_COLUMNS.values()]))
-
-    def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
-        if self.reference.on_miss == "compute":
-            raise UsageError("on_miss='compute' reads rows twice, but a stream can be read only once: use 'error' or 'score'")
-        if isinstance(where, NothingScored):
-            raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
-        self._record(name, JoinRecord(where, settings))
-        opened = on_all_ranks("opening the reference", lambda: self.reference.open(where.snapshot))
-        return join_stream(dataset, self.reference, opened, settings, self, name)
-
-    def _require_all(self) -> None:
-        """Raise an error if a dataset that was looked up since the last call of this method has rows without values."""
-        misses, self._misses = self._misses, []
-        if misses:
-            folder = Path(self.args.output_dir)
-            raise_missing(misses, self.reference, self._where, self._reference_settings(), folder, self._dtype_to_score)
-
-    @property
-    def _dtype_to_score(self) -> str | None:
-        """Return the dtype in which the reference log-probs must be computed: the policy's dtype, or None if any dtype is
-        accepted.
-
-        Any dtype is accepted if `step_zero_tolerance` was given or the audit is off.
-        """
-        if self.step_zero_tolerance is not None or not self._is_audited:
-            return None
-        return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
-
-    def _reference_settings(self) -> TrainerSettings:
-        """Return the settings in the run's config that affect the reference's sums.
-
-        ld_alpha is left out for TRL 0.28 and older, which do not apply it to the reference.
-        """
-        ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
-        return TrainerSettings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
-
-    def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
-        """Return a join's sums in the form that the trainer's loss reads.
-
-        For the IPO loss, TRL 0.28 and older expect means over tokens, so the sums are divided by the number of tokens.
-        """
-        if not self._is_legacy or "ipo" not in self.args.loss_type:
-            return join.logps
-        return {
-            column: (values / np.maximum(tokens, 1)).astype(np.float32)
-            for (column, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True)
-        }
-
-    @property
-    def _is_legacy(self) -> bool:
-        """Return True if TRL is older than 0.29. These versions have no hook and do not apply ld_alpha to the reference."""
-        return not hasattr(super(), HOOK)
+    def _sums(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the sums of the policy's log-probs (with any adapter turned off), the joined sums, and the numbers of tokens,
+        each of shape (sequences,)."""
+        stand_in: Any = self.ref_model
+        was_training = model.training
+        self.ref_model = None  # with a PEFT model, TRL then turns the adapter off, or uses the one named "ref"
+        model.eval()
+        try:
+            takes_model = "model" in inspect.signature(self.compute_ref_log_probs).parameters  # since TRL 1.9
+            computed = self.compute_ref_log_probs(*([model] if takes_model else []), batch)
+        finally:
+            model.train(was_training)
+            self.ref_model = stand_in
+        columns = (PAIR_COLUMNS if "ref_chosen_logps" in batch else KTO_COLUMNS).values()
+        masks = [batch[name] for name in ("completion_mask", "KL_completion_mask") if name in batch]
+        return (
+            torch.cat([values for values in computed if values is not None]),
+            torch.cat([batch[name] for name in columns if name in batch]),
+            torch.cat([mask[:, 1:].sum(1) for mask in masks]),
+        )
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Join the given dataset with its stored values, then evaluate on it as TRL does.
-
-        TRL 1.6 and older do not tokenize a dataset that is passed to `evaluate`. With these versions, this method tokenizes the
-        dataset before the join.
-        """
-        given = eval_dataset is not None and not isinstance(eval_dataset, str)
-        self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()
-        try:
-            return self._evaluate_joined(eval_dataset, given, *args, **kwargs)
-        finally:
-            self._joins_to_come, self._misses = set(), []
-
-    def _evaluate_joined(self, eval_dataset: Any, given: bool, *args: Any, **kwargs: Any) -> Any:
-        prepare = getattr(self, "_prepare_dataset", None)
-        if given and self._has_images:
-            many = isinstance(eval_dataset, dict)
-            each = eval_dataset if many else {"eval": eval_dataset}
-            joined = {name: self._join(dataset, name) for name, dataset in each.items()}
-            eval_dataset = joined if many else joined["eval"]
-        elif given and prepare is not None and not self._trl_prepares_for_evaluate():
-            if isinstance(eval_dataset, dict):
-                eval_dataset = {
-                    name: self._join(prepare(dataset, self.processing_class, self.args, name), name)
-                    for name, dataset in eval_dataset.items()
-                }
-            elif "prompt_ids" not in eval_dataset.column_names and "prompt_input_ids" not in eval_dataset.column_names:
-                eval_dataset = self._join(prepare(eval_dataset, self.processing_class, self.args, "eval"), "eval")
+        """Join the given dataset with its stored values, then evaluate on it as TRL does."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            self._values = None  # read the latest snapshot
+            if self._is_vision:
+                eval_dataset = self._with_images(eval_dataset, "eval")
         return super().evaluate(eval_dataset, *args, **kwargs)
 
-    @classmethod
-    def _trl_prepares_for_evaluate(cls) -> bool:
-        return any("evaluate" in parent.__dict__ for parent in cls.__mro__ if is_of_trl(parent))
-
-    def _record(self, name: str, record: JoinRecord) -> None:
-        self.joins[name] = record
-        audit: ReferenceAudit | None = getattr(self, "audit", None)
-        if audit is not None:
-            audit.write()
+    def _with_images(self, dataset: Any, name: str) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self._with_images(part, name) for name, part in dataset.items()}
+        return dataset if reference_columns(dataset.column_names) else self._join(dataset, name)
 
 
-def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield each argument of a trainer, even if it is not a dataset, with the name that messages use for it. If an argument is
-    a dictionary, yield each of its values with the value's key."""
-    for name, given in (*(("given", value) for value in more), *kwargs.items()):
-        name = name.removesuffix("_dataset")
-        if isinstance(given, dict):
-            yield from ((dataset, key) for key, dataset in given.items())
-        else:
-            yield given, name
+class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
+    """TRL's DPO trainer without a reference model: the reference log-probs come from a store, a service or a file.
+
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from trl import DPOConfig
+        >>> from reflogp.trainer import CachedDPOTrainer
+        >>> trainer = CachedDPOTrainer(
+        ...     "./sft-model",
+        ...     args=DPOConfig(output_dir="run", max_length=1024, beta=0.1),
+        ...     train_dataset=load_dataset("json", data_files="pairs.jsonl", split="train"),
+        ...     reference="./logps",
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+        >>> trainer.step_zero.passed
+        True
+    """
 
 
-def _each(datasets: Any) -> list[Any]:
-    return list(datasets.values()) if isinstance(datasets, dict) else [datasets]
+class CachedKTOTrainer(CachedReferenceMixin, KTOTrainer):
+    """TRL's KTO trainer without a reference model: the reference log-probs come from a store, a service or a file.
+
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from trl import KTOConfig
+        >>> from reflogp.trainer import CachedKTOTrainer
+        >>> trainer = CachedKTOTrainer(
+        ...     "./sft-model",
+        ...     args=KTOConfig(output_dir="run-kto", loss_type="apo_zero_unpaired"),
+        ...     train_dataset=load_dataset("json", data_files="feedback.jsonl", split="train"),
+        ...     reference="./logps",
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+    """
+
+
+def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: bool = True) -> Any:
+    """Make a DPO or KTO trainer that something else constructed use stored reference log-probs.
+
+    Any reference model that the trainer holds is dropped. Call this function before training.
+
+    Args:
+        trainer: an instance of TRL's DPOTrainer or KTOTrainer, or of a subclass.
+        reference: where the reference log-probs are stored; see `CachedReferenceMixin`. on_miss="compute" is not supported.
+        policy_starts_at_reference: see `CachedReferenceMixin`.
+
+    Returns:
+        The same object, whose class is now a subclass of `CachedReferenceMixin`.
+
+    Raises the errors of `CachedReferenceMixin`; the trainer then has its own class again.
+
+    Examples:
+        >>> from reflogp.trainer import patch
+        >>> trainer = patch(trainer, reference="./logps")
+    """
+    source, kind = Reference.of(reference, "patch"), type(trainer)
+    if not hasattr(trainer, "_precompute_ref_logps"):
+        raise UsageError(f"{kind.__name__} is not a DPO or KTO trainer of TRL 1.8 or newer")
+    if source.on_miss == "compute":
+        raise UsageError("on_miss='compute' needs a trainer that reflogp constructs: use CachedReferenceMixin")
+    trainer.__class__ = type(f"Cached{kind.__name__}", (CachedReferenceMixin, kind), {})
+    try:
+        trainer._read_from(source, policy_starts_at_reference)
+        trainer._join_datasets()
+        trainer._use_columns()
+    except BaseException:
+        trainer.__class__ = kind
+        raise
+    return trainer
+
+
+@contextmanager
+def no_reference_model(trainer_class: type, policies: int) -> Iterator[None]:
+    """Within the block, keep TRL from loading a reference model (it does so under FSDP and for images) and from hashing the
+    policy's weights, which would name a cache file.
+
+    Args:
+        policies: number of models that TRL may load within the block: 1 if the policy is given as a path.
+    """
+    loads_left = policies
+
+    def policy_only(create: Any) -> Any:
+        def create_policy_only(*args: Any, **kwargs: Any) -> Any:
+            nonlocal loads_left
+            loads_left -= 1
+            return create(*args, **kwargs) if loads_left >= 0 else None
+
+        return create_policy_only
+
+    with ExitStack() as patches:
+        for module in _trl_modules(trainer_class):
+            if hasattr(module, "create_model_from_path"):
+                replacement = policy_only(module.create_model_from_path)
+                patches.enter_context(mock.patch.object(module, "create_model_from_path", replacement))
+            if hasattr(module, "hash_module"):
+                patches.enter_context(mock.patch.object(module, "hash_module", lambda module: ""))
+        yield
+
+
+def checkpoint_of(policy: Any) -> str | None:
+    """Return the folder or hub id of the checkpoint that a policy was loaded from, as TRL does for its reference model."""
+    base = policy.get_base_model() if is_peft_model(policy) else policy
+    return getattr(base.config, "_name_or_path", None) or None
+
+
+def _default_config(trainer_class: type, model: Any) -> Any:
+    """Return the config that TRL creates if a trainer gets no args=, such as DPOConfig("<model>-DPO") for a DPOTrainer."""
+    for parent in trainer_class.__mro__:
+        config = getattr(sys.modules[parent.__module__], parent.__name__.replace("Trainer", "Config"), None)
+        if _is_of_trl(parent) and config is not None:
+            path = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+            return config(f"{path.split('/')[-1]}-{parent.__name__.removeprefix('Unsloth').removesuffix('Trainer')}")
+    raise UsageError(f"{trainer_class.__name__} needs args=: TRL has no default config for it")
+
+
+def _trl_modules(trainer_class: type) -> list[ModuleType]:
+    """Return the modules in which a trainer's TRL base classes (or unsloth's copies of these classes) are defined."""
+    return [sys.modules[name] for name in dict.fromkeys(c.__module__ for c in trainer_class.__mro__ if _is_of_trl(c))]
+
+
+def _is_of_trl(trainer_class: type) -> bool:
+    return trainer_class.__module__.startswith("trl.") or _is_of_unsloth(trainer_class)
+
+
+def _is_of_unsloth(trainer_class: type) -> bool:
+    """Return True for unsloth's copies of TRL's trainers. unsloth writes each to a module of its own: UnslothDPOTrainer has the
+    class _UnslothDPOTrainer and its subclass UnslothDPOTrainer, which takes the place of TRL's class in TRL's modules."""
+    module = trainer_class.__module__
+    return module.startswith("Unsloth") and module == trainer_class.__name__.removeprefix("_")
+
+
+def _refuse_late_unsloth(trainer_class: type) -> None:
+    """Raise ImportError if unsloth was imported only after a trainer class was derived from TRL's class. The trainer class
+    would then lack unsloth's changes."""
+    for parent in trainer_class.__mro__:
+        if parent.__module__.startswith("trl."):
+            now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
+            if isinstance(now, type) and _is_of_unsloth(now):
+                raise ImportError(
+                    f"unsloth was imported after {trainer_class.__name__}, so this class is derived from TRL's "
+                    f"{parent.__name__} without unsloth's changes: put `import unsloth` before all imports of trl and reflogp"
+                )

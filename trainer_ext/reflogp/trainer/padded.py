@@ -1,5 +1,4 @@
-"""Convert a trainer's padded batch into sequences that a service can score, and arrange the returned log-probs in the shape of
-the batch."""
+"""Convert a trainer's padded batch into sequences that a service can score, and their log-probs back into a batch."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ class PaddedBatch:
     Attributes:
         input_ids: token ids, shape (rows, width).
         attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of columns at the right of `input_ids` that contain the completion. Only tokens in these columns need
-            log-probs. If this number equals the width, all tokens of a row need log-probs except the first, which has no
-            context.
+        completion: number of columns at the right that need log-probs. If this is the width, a row's first token needs none.
         temperature: value by which logits are divided.
         at_padding: whether log-probs are also needed for the completion's padding.
     """
@@ -38,10 +35,7 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
-        """Create a batch from tensors on any device.
-
-        The tensors are copied to the host before this method returns, so the calling thread may have to wait for the device.
-        """
+        """Create a batch from tensors on any device, and wait until they are on the host."""
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 
     def same_as(self, other: PaddedBatch) -> bool:
@@ -54,13 +48,9 @@ class PaddedBatch:
     def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
         """Return the sequences to score, in two lists: sequences without padding, and sequences that keep their padding.
 
-        Rows in which no token needs a log-prob are left out. A row's padding can be omitted if it only shifts all positions by
-        the same amount and the model's attention depends only on relative positions. A row keeps its left padding if the model
-        has absolute positions. A row also keeps padding between its tokens, padding that is the only context of the
-        completion, and padding whose log-probs are needed.
-
-        Args:
-            absolute_positions: whether the model has an embedding table for absolute positions; see `has_absolute_positions`.
+        Rows in which no token needs a log-prob are left out. A row keeps its left padding if the model has absolute positions
+        (see `has_absolute_positions`); otherwise, this padding only shifts all positions by the same amount. A row also keeps
+        padding between its tokens, padding that is the only context of the completion, and padding whose log-probs are needed.
         """
         plain, padded = [], []
         prompt = self.input_ids.shape[1] - self.completion
@@ -84,8 +74,7 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Arrange the log-probs in `answers`, a list of (scored sequence, its log-probs), as an array of shape (rows,
-        completion tokens). The array contains zeros where no log-prob is needed."""
+        """Arrange the sequences' log-probs as an array of shape (rows, completion tokens), with zeros where none is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
@@ -112,11 +101,8 @@ class Wanted:
 
 
 def has_absolute_positions(model: torch.nn.Module) -> bool:
-    """Return True if a model has an embedding table for absolute positions, so that left padding changes a token's position
-    embedding.
-
-    The model must be unwrapped (no DataParallel, no FSDP), because this function reads its config and embeddings.
-    """
+    """Return True if an unwrapped model has an embedding table for absolute positions, so that left padding changes a token's
+    position embedding."""
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     tokens = model.get_input_embeddings()  # type: ignore[operator]

@@ -1,7 +1,4 @@
-"""Train on pairs with images, and reject all other datasets that contain more than text.
-
-Stored log-probs are looked up by token ids alone, so a row with unsupported media could get the values of a different input. To
-prevent this, datasets are checked before a trainer prepares them.
+"""Train on pairs with images.
 
 TRL tokenizes pairs with images batch by batch, in its collator (DataCollatorForVisionPreference). The same collator creates the
 tokens from which a row's keys are computed. To save time, the collator gets blank images of the same sizes for this purpose,
@@ -14,37 +11,29 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
-from packaging.version import Version
 
 from reflogp.store import UsageError
 from reflogp.store.images import (
     FIRST_IMAGE_ID,
     IMAGE_COLUMNS,
-    MEDIA_COLUMNS,
-    MESSAGE_COLUMNS,
-    PROCESSED_COLUMNS,
     ImageTokens,
     blanks,
     image_token,
     kind_of_image,
-    media_of,
     pixel_digest,
 )
 from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.texts import shortened
-from reflogp.trainer.layouts import load_table, reference_columns, save_table
-from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
-from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.trl_versions import trl_modules, trl_version
+from reflogp.trainer.join import reference_columns
+from reflogp.trainer.ranks import on_all_ranks
+from reflogp.trainer.reference import Reference
 
-_BATCH_ROWS = 1000
-#: The first version of TRL with which pairs with images can be used.
-_FIRST_TRL = Version("1.9.0")
 #: Name of TRL's collator for pairs with images.
 _COLLATOR = "DataCollatorForVisionPreference"
 #: Packages whose versions may change the tokens.
@@ -61,32 +50,17 @@ def has_images(dataset: Any) -> bool:
     return any(name in names for name in IMAGE_COLUMNS)
 
 
-def may_take_images(model: Any, processing_class: Any) -> bool:
-    """Return False if the processor or model that was passed to the trainer accepts only text."""
-    if processing_class is not None:
-        return getattr(processing_class, "image_processor", None) is not None
-    config = getattr(model, "config", None)
-    return config is None or image_token(config) is not None
+def takes_images(modules: list[ModuleType]) -> bool:
+    """Return True if one of TRL's modules, in which a trainer's base classes are defined, has a collator for images. KTO's has
+    none, and TRL says that it takes no precomputed values for images."""
+    return any(hasattr(module, _COLLATOR) for module in modules)
 
 
-def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
-    """Raise an error if a trainer class, its datasets and its source cannot be used to train on pairs with images.
-
-    Raises:
-        ImportError: the installed version of TRL does not support pairs with images.
-        UsageError: the trainer class does not support images, a dataset is a stream, or the source's `on_miss` is not "error".
-    """
-    name = trainer_class.__name__
-    if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
+def require_vision(dataset: Any, source: Reference) -> None:
+    """Raise UsageError if a dataset and its source cannot be used to train on pairs with images."""
+    if isinstance(dataset, IterableDataset):
         raise UsageError(
-            f"{name} does not support images: stored values for pairs with images work only with DPO. For data with images, "
-            "use TRL's own trainer, without stored values"
-        )
-    if Version(trl_version()) < _FIRST_TRL:
-        raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, but {trl_version()} is installed")
-    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        raise UsageError(
-            f"{name} needs pairs with images as a Dataset, not as a stream, because their keys are computed before training"
+            "pass pairs with images as a Dataset, not as a stream, because their keys are computed before training"
         )
     if source.on_miss != "error":
         raise UsageError(
@@ -95,90 +69,12 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
         )
 
 
-def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError if a dataset contains more than text and token ids. The error names the first row with other content, or
-    the column that must be removed.
-
-    Args:
-        dataset: a Dataset or a stream. All rows of a Dataset are checked if any column may contain media. Only the first row of
-            a stream is checked, and only if `raw` is True. Objects of other types are not checked.
-        name: the dataset's name in error messages (train, eval, …).
-        raw: True if TRL has not prepared the dataset yet. In that case, columns named `image` or `images` are rejected even if
-            they contain no images.
-        images: whether the trainer accepts pairs with images. If True, only columns of other media, such as video, and of
-            processed media, such as pixel_values, are rejected.
-    """
-    if images:
-        _refuse_other_media(dataset, name)
-        return
-    if isinstance(dataset, IterableDataset):
-        first = next(iter(dataset), None) if raw else None
-        refuse_row(first or {}, name, 0)
-        columns = list(first or {})
-    elif isinstance(dataset, Dataset):
-        columns = dataset.column_names
-        suspicious = [column for column in columns if _may_hold_media(column, dataset)]
-        if suspicious:
-            view = dataset.select_columns(suspicious).with_format("arrow")
-            for start in range(0, len(view), _BATCH_ROWS):
-                for number, row in enumerate(view[start : start + _BATCH_ROWS].to_pylist(), start):
-                    refuse_row(row, name, number)
-    else:
-        return
-    unused = [column for column in columns if column in IMAGE_COLUMNS]
-    if raw and unused:
-        raise UsageError(
-            f"the {name} dataset has a column {unused[0]}, so TRL would prepare its rows as pairs with images, but the rows "
-            f"contain no images; remove the column: dataset.remove_columns({unused})"
-        )
-
-
-def _refuse_other_media(dataset: Any, name: str) -> None:
-    """Raise UsageError if a dataset with images has columns that TRL would silently ignore.
-
-    These are columns of other media, such as video, and columns of processed media, such as pixel_values.
-    """
-    for column in getattr(dataset, "column_names", None) or ():
-        if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
-            raise UsageError(
-                f"the {name} dataset has a column {column}, which TRL does not read: only text and images are scored and "
-                f"trained on. Remove the column: dataset.remove_columns({[column]})"
-            )
-
-
-def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
-    """Raise UsageError if a row contains more than text and token ids."""
-    media = media_of(row)
-    if media is not None:
-        raise UsageError(
-            f"row {number} of the {name} dataset contains more than text ({media}), but its log-probs would be looked up by "
-            "its text alone. Use TRL's own trainer; for DPO on pairs with images, pass the model's processor as "
-            "processing_class"
-        )
-
-
-def _may_hold_media(column: str, dataset: Dataset) -> bool:
-    if column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS:
-        return True
-    return column in MESSAGE_COLUMNS and not _is_plain(dataset.data.schema.field(column).type)
-
-
-def _is_plain(kind: pa.DataType) -> bool:
-    """Return True if a column's type allows only text, or messages whose content is text."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        message = kind.value_type
-        if not pa.types.is_struct(message) or message.get_field_index("content") < 0:
-            return False
-        kind = message.field("content").type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
-
-
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     """Return the token ids of pairs with images, in the columns prompt_ids, chosen_ids and rejected_ids.
 
     The token ids contain image ids in place of image tokens.
 
-    One process on each node computes the token ids, using `dataset_num_proc` worker processes.
+    The first process on each node computes the token ids, using `dataset_num_proc` worker processes.
 
     Args:
         dataset: rows in the form that TRL's collator accepts.
@@ -203,10 +99,8 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
             "for pairs with images: use TRL's own trainer, without stored values"
         )
 
-    def work() -> Any:
-        if Rank.here().local_rank:
-            return None
-        made = dataset.map(
+    def work() -> Dataset:
+        return dataset.map(
             RowTokens(collator, token, name),
             with_indices=True,
             remove_columns=dataset.column_names,
@@ -214,10 +108,13 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
             num_proc=trainer.args.dataset_num_proc,
             desc=f"Reading {name}'s images",
         )
-        return made if Rank.here().count == 1 else save_table(made.with_format("arrow")[:])
 
-    found = of_my_node(gather(on_all_ranks_for_long(f"reading {name}'s images", work)))
-    rows = found if isinstance(found, Dataset) else Dataset(on_all_ranks(f"reading {name}", lambda: load_table(found)))
+    is_first = trainer.accelerator.is_local_main_process
+    own = on_all_ranks(f"reading {name}'s images", lambda: work() if is_first else None)
+    # The node's other processes find the result in the cache of `datasets`.
+    others = on_all_ranks(f"reading {name}'s images", lambda: None if is_first else work())
+    rows = own if is_first else others
+    assert rows is not None
     _require_whole_images(rows, trainer.args.max_length, name)
     return rows
 

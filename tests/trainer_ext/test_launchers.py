@@ -1,0 +1,91 @@
+"""Two processes under each launcher and dtype, as GPUs are trained: losses beside those of TRL's own runs with a live reference
+model, which may differ as much as two of TRL's own runs with another batch split.
+
+A few of the 48 cells run, in which every value of an axis occurs; REFLOGP_ALL_LAUNCHERS=1 runs all.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.trainer_ext.distributed_run import MODES, launch, port_for_a_meeting
+
+pytestmark = pytest.mark.slow
+
+#: Name -> (dtype of the weights, bf16=).
+PRECISIONS = {"weights": ("bfloat16", True), "mixed": ("float32", True), "float32": ("float32", False)}
+CELLS = list(itertools.product(MODES, PRECISIONS, ("dpo", "kto"), ("full", "lora")))
+USUAL = [
+    ("ddp", "mixed", "dpo", "lora"),
+    ("fsdp2", "weights", "dpo", "full"),
+    ("fsdp2", "mixed", "kto", "lora"),
+    ("zero2", "mixed", "dpo", "full"),
+    ("zero2", "weights", "kto", "lora"),
+    ("zero3", "weights", "dpo", "full"),
+    ("zero3", "mixed", "kto", "full"),
+    ("zero3", "float32", "dpo", "lora"),
+]
+#: Differences below this are rounding of the losses themselves.
+ROUNDING = {True: 5e-3, False: 1e-5}
+CONFIGS = Path(find_spec("trl").submodule_search_locations[0]) / "accelerate_configs"
+
+
+def losses(ranks) -> np.ndarray:
+    return np.array([entry["loss"] for entry in ranks[0]["logs"]])
+
+
+def dtype_of(mode: str, weights: str, bf16: bool) -> str:
+    """What reflogp is to score in: the policy's dtype."""
+    return "bfloat16-autocast" if (mode, weights, bf16) == ("ddp", "float32", True) else "bfloat16" if bf16 else "float32"
+
+
+@pytest.fixture(scope="module")
+def settings(reference_folder, data_file):
+    return {"model": str(reference_folder), "data": str(data_file), "rows": 40}
+
+
+@pytest.mark.parametrize("cell", CELLS if os.environ.get("REFLOGP_ALL_LAUNCHERS") else USUAL, ids="-".join)
+def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, stores, tmp_path, record_property):
+    mode, precision, kind, tuning = cell
+    weights, bf16 = PRECISIONS[precision]
+    args = {"bf16": bf16, "max_steps": 5, "max_length": 220, "learning_rate": 1e-3}
+    if kind == "kto":  # without a KL term, whose rows depend on the batch: the split may change
+        args["loss_type"] = "apo_zero_unpaired"
+    given = {**settings, "mode": mode, "dtype": weights, "trainer": kind, "lora": tuning == "lora", "args": args}
+    _, ours, _ = launch({**given, "source": str(stores(dtype_of(mode, weights, bf16)))}, tmp_path / "ours")
+    assert all(seen["dtypes_read_by_the_loss"] == ["float32"] and seen["step_zero"]["passed"] for seen in ours)
+    _, own, _ = launch({**given, "trl": True}, tmp_path / "own")
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    _, again, _ = launch({**given, "trl": True, "args": {**args, **split}}, tmp_path / "again")
+    difference, allowed = (float(np.abs(losses(run) - losses(own)).max()) for run in (ours, again))
+    print(f"{' '.join(cell)}: {difference:.5f} from TRL, whose own runs differ by {allowed:.5f}; gate {ours[0]['step_zero']}")
+    assert len(losses(ours)) == 5
+    assert difference <= max(2 * allowed, ROUNDING[bf16])
+
+
+@pytest.mark.parametrize("name", ["multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"])
+def test_trls_accelerate_configs(name, settings, stores, tmp_path):
+    """`accelerate launch` with the files that TRL ships, all in bfloat16, and the loss of the first step."""
+    import json
+
+    seen = {}
+    for side, more in (("ours", {"source": str(stores("bfloat16"))}), ("trl", {"trl": True})):
+        folder = tmp_path / side
+        folder.mkdir()
+        given = {**settings, **more, "out": str(folder), "args": {"bf16": True, "max_steps": 1, "max_length": 220}}
+        (folder / "settings.json").write_text(json.dumps(given))
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
+        command += ["--num_processes", "2", "--main_process_port", str(port_for_a_meeting())]
+        command += ["-m", "tests.trainer_ext.distributed_run", str(folder / "settings.json")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        seen[side] = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+    assert len(seen["ours"]) == 2 and all(rank["step_zero"]["passed"] for rank in seen["ours"])
+    assert np.abs(losses(seen["ours"]) - losses(seen["trl"])).max() <= 0.05
