@@ -7,6 +7,7 @@ the hook to add columns with the reference log-probs, which TRL's collators and 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -115,7 +116,6 @@ class CachedReferenceMixin(_AnyTrainer):
         name = type(self).__name__
         if ref_model is not None:
             raise UsageError(f"{name} needs no reference model, because it reads stored log-probs: remove ref_model")
-        _refuse_late_unsloth(type(self))
         self._read_from(Reference.of(reference, name), policy_starts_at_reference)
         args = copy.copy(_default_config(type(self), model) if args is None else args)
         if getattr(args, "sync_ref_model", False):
@@ -147,16 +147,18 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _join_datasets(self) -> None:
         """Join all datasets of a constructed trainer."""
-        self.train_dataset = self._join(self.train_dataset, "train")
+        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", 0)
         if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._join(dataset, name) for name, dataset in self.eval_dataset.items()}
+            self.eval_dataset = {
+                name: self._precompute_ref_logps(dataset, name, 0) for name, dataset in self.eval_dataset.items()
+            }
         elif self.eval_dataset is not None:
-            self.eval_dataset = self._join(self.eval_dataset, "eval")
+            self.eval_dataset = self._precompute_ref_logps(self.eval_dataset, "eval", 0)
 
     def _use_columns(self) -> None:
         """Raise one error about all rows without values. Otherwise, make TRL's loss read the reference columns."""
         on_all_ranks("looking up the datasets", self._require_all)
-        if self._is_vision and not isinstance(self.data_collator, CollatorWithReference):
+        if self._is_vision_dataset and not isinstance(self.data_collator, CollatorWithReference):
             self.data_collator = CollatorWithReference(self.data_collator)
         self.args.precompute_ref_log_probs = self.precompute_ref_logps = True
         self.ref_model: Any = NoReferenceModel()
@@ -170,9 +172,6 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Override TRL's hook: return the given dataset, which TRL has tokenized and filtered, with reference columns added."""
-        return self._join(dataset, name, batch_size)
-
-    def _join(self, dataset: Any, name: str, batch_size: int = 0) -> Any:
         if self._values is None:
             self._values = self._open()
         values, settings = self._values, self._settings()
@@ -182,15 +181,15 @@ class CachedReferenceMixin(_AnyTrainer):
                 raise UsageError("on_miss='compute' reads rows twice, but a stream is read once: use 'error' or 'score'")
             self.joins[key] = JoinRecord(values.where, settings)
             return join_stream(dataset, self.reference, values, settings, name, Path(self.args.output_dir))
-        rows = token_rows(dataset, self, name) if self._is_vision else dataset
+        rows = token_rows(dataset, self, name) if self._is_vision_dataset else dataset
         self._values, join, scored = on_all_ranks(
             f"looking up {name}", lambda: look_up(rows, self.reference, values, settings, name)
         )
         computed, is_reference = 0, is_peft_model(self.model) or not self.state.global_step
         if self.reference.on_miss == "compute" and is_reference:
             computed = self._compute_missing(dataset, name, batch_size, join)
-        elif misses := misses_of(rows, name, join, with_tokens=not self._is_vision):
-            self._misses.append(misses)
+        elif join.missing.any():
+            self._misses.append(misses_of(rows, name, join, with_tokens=not self._is_vision_dataset))
         if self._is_built:
             on_all_ranks(f"looking up {name}", self._require_all)
         if self._misses:
@@ -202,9 +201,9 @@ class CachedReferenceMixin(_AnyTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         dtype = computes_in(policy, self.accelerator)
         values = on_all_ranks("opening the reference", lambda: self.reference.open(checkpoint_of(policy), dtype))
-        if not self._is_built:
-            there = values.where
-            warn_of_other_dtype(there.reference_dtype, dtype, values.command("DATA", self._settings(), dtype))
+        there = values.where.reference_dtype
+        if there != dtype and not self._is_built:
+            warn_of_other_dtype(there, dtype, values.command("DATA", self._settings(), dtype))
         return values
 
     def _compute_missing(self, dataset: Dataset, name: str, batch_size: int, join: Join) -> int:
@@ -230,13 +229,9 @@ class CachedReferenceMixin(_AnyTrainer):
         args = self.args
         return TrainerSettings(args.max_length, getattr(args, "truncation_mode", "keep_start"), getattr(args, "ld_alpha", None))
 
-    @property
-    def _is_vision(self) -> bool:
-        return bool(getattr(self, "_is_vision_dataset", False))
-
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self._is_vision and self._signature_columns is not None:
+        if self._is_vision_dataset and self._signature_columns is not None:
             self._signature_columns = list(dict.fromkeys([*self._signature_columns, *PAIR_COLUMNS.values()]))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -300,14 +295,14 @@ class CachedReferenceMixin(_AnyTrainer):
         """Join the given dataset with its stored values, then evaluate on it as TRL does."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             self._values = None  # read the latest snapshot
-            if self._is_vision:
+            if self._is_vision_dataset:
                 eval_dataset = self._with_images(eval_dataset, "eval")
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def _with_images(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
             return {name: self._with_images(part, name) for name, part in dataset.items()}
-        return dataset if reference_columns(dataset.column_names) else self._join(dataset, name)
+        return dataset if reference_columns(dataset.column_names) else self._precompute_ref_logps(dataset, name, 0)
 
 
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
@@ -397,18 +392,15 @@ def no_reference_model(trainer_class: type, policies: int) -> Iterator[None]:
     """
     loads_left = policies
 
-    def policy_only(create: Any) -> Any:
-        def create_policy_only(*args: Any, **kwargs: Any) -> Any:
-            nonlocal loads_left
-            loads_left -= 1
-            return create(*args, **kwargs) if loads_left >= 0 else None
-
-        return create_policy_only
+    def policy_only(create: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal loads_left
+        loads_left -= 1
+        return create(*args, **kwargs) if loads_left >= 0 else None
 
     with ExitStack() as patches:
         for module in _trl_modules(trainer_class):
             if hasattr(module, "create_model_from_path"):
-                replacement = policy_only(module.create_model_from_path)
+                replacement = functools.partial(policy_only, module.create_model_from_path)
                 patches.enter_context(mock.patch.object(module, "create_model_from_path", replacement))
             if hasattr(module, "hash_module"):
                 patches.enter_context(mock.patch.object(module, "hash_module", lambda module: ""))
@@ -437,24 +429,8 @@ def _trl_modules(trainer_class: type) -> list[ModuleType]:
 
 
 def _is_of_trl(trainer_class: type) -> bool:
-    return trainer_class.__module__.startswith("trl.") or _is_of_unsloth(trainer_class)
-
-
-def _is_of_unsloth(trainer_class: type) -> bool:
-    """Return True for unsloth's copies of TRL's trainers. unsloth writes each to a module of its own: UnslothDPOTrainer has the
-    class _UnslothDPOTrainer and its subclass UnslothDPOTrainer, which takes the place of TRL's class in TRL's modules."""
+    """Return True for TRL's classes, and for unsloth's copies of them. unsloth writes each trainer to a module of its own:
+    UnslothDPOTrainer has the class _UnslothDPOTrainer and its subclass UnslothDPOTrainer, which takes the place of TRL's class
+    in TRL's modules."""
     module = trainer_class.__module__
-    return module.startswith("Unsloth") and module == trainer_class.__name__.removeprefix("_")
-
-
-def _refuse_late_unsloth(trainer_class: type) -> None:
-    """Raise ImportError if unsloth was imported only after a trainer class was derived from TRL's class. The trainer class
-    would then lack unsloth's changes."""
-    for parent in trainer_class.__mro__:
-        if parent.__module__.startswith("trl."):
-            now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
-            if isinstance(now, type) and _is_of_unsloth(now):
-                raise ImportError(
-                    f"unsloth was imported after {trainer_class.__name__}, so this class is derived from TRL's "
-                    f"{parent.__name__} without unsloth's changes: put `import unsloth` before all imports of trl and reflogp"
-                )
+    return module.startswith("trl.") or (module.startswith("Unsloth") and module == trainer_class.__name__.removeprefix("_"))

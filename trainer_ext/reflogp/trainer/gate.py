@@ -172,7 +172,7 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
         policy (with or without autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for
         float16 are analogous. Without mixed precision, the result is the dtype of the weights.
     """
-    weights = _name(getattr(model, "dtype", torch.float32))
+    weights = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
     if accelerator is None:
         return weights
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
@@ -183,7 +183,7 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     cast_by_fsdp = getattr(getattr(plugin, "mixed_precision_policy", None), "param_dtype", None)
     if cast_by_fsdp is not None:
-        weights = _name(cast_by_fsdp)
+        weights = str(cast_by_fsdp).removeprefix("torch.")
     handler = getattr(accelerator, "autocast_handler", None)
     if not accelerator.native_amp or (handler is not None and not handler.enabled):
         return weights
@@ -241,7 +241,3 @@ def _explained(dtype: str) -> str:
     products = autocast_dtype(dtype)
     flag = "fp16=True" if products == "float16" else "bf16=True, the default of TRL's configs"
     return f" (float32 weights under torch.autocast, enabled by {flag})" if products else ""
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

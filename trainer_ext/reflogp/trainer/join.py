@@ -7,7 +7,7 @@ rows without values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,8 +124,8 @@ def join_reference_logps(
     if isinstance(dataset, IterableDataset):
         return join_stream(dataset, source, values, settings, "the dataset", Path.cwd())
     values, join, _ = look_up(dataset, source, values, settings, "the dataset")
-    if misses := misses_of(dataset, "the dataset", join):
-        raise missing_error([misses], values, settings, Path.cwd())
+    if join.missing.any():
+        raise missing_error([misses_of(dataset, "the dataset", join)], values, settings, Path.cwd())
     return with_columns(dataset, join.logps)
 
 
@@ -140,7 +140,9 @@ def look_up(
 
     Raises UnusableLogpsError if stored values are damaged or not finite.
     """
-    asked = ask(_tables(dataset), max_length=settings.max_length, truncation_mode=settings.truncation_mode)
+    view = _token_columns(dataset)
+    tables = (view[start : start + _BATCH_ROWS] for start in range(0, max(1, len(dataset)), _BATCH_ROWS))
+    asked = ask(tables, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
     join, scored = values.answer(asked, settings), 0
     if join.missing.any() and source.on_miss == "score" and isinstance(values, ServiceValues):
         missing = np.flatnonzero(join.missing)
@@ -165,11 +167,9 @@ def look_up(
     return values, join, scored
 
 
-def misses_of(dataset: Dataset, name: str, join: Join, with_tokens: bool = True) -> Misses | None:
-    """Return the rows of a tokenized dataset for which a join found no values, or None if every row has values."""
+def misses_of(dataset: Dataset, name: str, join: Join, with_tokens: bool = True) -> Misses:
+    """Return the rows of a tokenized dataset for which a join found no values."""
     rows = np.flatnonzero(join.missing)
-    if not len(rows):
-        return None
     own = next(iter(join.logps.values()))  # NaN for rows whose own completion has no value
     only_kl = KL_IDS in dataset.column_names and bool(np.isfinite(own[rows]).all())
     return Misses(name, rows, len(dataset), token_table(dataset, rows) if with_tokens else None, only_kl)
@@ -177,7 +177,7 @@ def misses_of(dataset: Dataset, name: str, join: Join, with_tokens: bool = True)
 
 def token_table(dataset: Dataset, rows: npt.NDArray[np.int64]) -> pa.Table:
     """Return the token ids of the given rows, in the columns that `reflogp score` reads."""
-    return _token_columns(dataset).select(rows).with_format("arrow")[:]
+    return _token_columns(dataset).select(rows)[:]
 
 
 def missing_error(misses: Sequence[Misses], values: Values, settings: TrainerSettings, folder: Path) -> MissingLogpsError:
@@ -241,7 +241,8 @@ def join_stream(
         nonlocal values
         part = Dataset.from_dict({column: batch[column] for column in _TOKEN_COLUMNS if column in batch})
         values, found, _ = look_up(part, source, values, settings, name)
-        if misses := misses_of(part, name, found):
+        if found.missing.any():
+            misses = misses_of(part, name, found)
             misses = replace(misses, rows=misses.rows + rows[0], of=rows[-1] + 1)
             raise missing_error([misses], values, settings, folder)
         return {column: logps.tolist() for column, logps in found.logps.items()}
@@ -260,10 +261,4 @@ def some_rows(rows: npt.NDArray[np.int64]) -> str:
 
 
 def _token_columns(dataset: Dataset) -> Dataset:
-    return dataset.select_columns([name for name in _TOKEN_COLUMNS if name in dataset.column_names])
-
-
-def _tables(dataset: Dataset) -> Iterator[pa.Table]:
-    view = _token_columns(dataset).with_format("arrow")
-    for start in range(0, max(1, len(dataset)), _BATCH_ROWS):
-        yield view[start : start + _BATCH_ROWS]
+    return dataset.select_columns([name for name in _TOKEN_COLUMNS if name in dataset.column_names]).with_format("arrow")
