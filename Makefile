@@ -121,10 +121,11 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	@touch $@
 
 # These frameworks ask for packages that have no build for this torch on a CPU, and for those of web pages and of other
-# kinds of models: each is installed with what its training on text imports.
+# kinds of models: each is installed with what its training on text imports. axolotl 0.21 asks for Python 3.12, but what it imports
+# runs with 3.11.
 .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-unsloth/stamp: .venv-%/stamp: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-$*.txt
+	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps $(if $(filter axolotl,$*),--ignore-requires-python) --requirement constraints-$*.txt
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
