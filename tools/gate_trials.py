@@ -61,6 +61,15 @@ def model_of(kind: str, seed: int, vocabulary: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+class Compared(Exception):
+    """The gate has compared the first batch and let the run go on."""
+
+
+class Comparing(CachedDPOTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        raise Compared
+
+
 def policy_dtype(dtype: str) -> torch.dtype:
     """Return the dtype of the weights of a policy that computes in `dtype`. `compared` turns autocast on."""
     return torch.float32 if autocast_dtype(dtype) else getattr(torch, dtype)
@@ -79,8 +88,8 @@ def compared(policy: Any, rows: list[dict], store: Path, dtype: str, seed: int =
     options["processing_class"] = AutoTokenizer.from_pretrained(policy.config._name_or_path)
     if lora:
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    trainer = CachedDPOTrainer(policy, args=args, reference=str(store), **options)
-    with suppress(StepZeroError):  # `step_zero` says by how much
+    trainer = Comparing(policy, args=args, reference=str(store), **options)
+    with suppress(StepZeroError, Compared):  # `step_zero` says by how much
         trainer.train()
     assert trainer.step_zero is not None
     return trainer.step_zero

@@ -107,9 +107,3 @@ def test_kto_and_limits_after_the_other_import_order_that_works(train, given, st
     check_runs(*found[:2])
     check_runs(*found[2:])
     assert [seen["max_length"] for seen in found[2:]] == [100, 100]
-
-
-def test_unsloth_imported_after_the_trainer_is_refused(train, store, tmp_path):
-    [seen] = train("late", [{"store": store}], tmp_path)
-    assert seen["error"] == "ImportError"
-    assert "put `import unsloth` before all imports of trl and reflogp" in seen["words"]

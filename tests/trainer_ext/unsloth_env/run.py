@@ -4,7 +4,6 @@ ORDER says what is imported first:
 
     first    unsloth, its trainers generated as on a GPU
     between  reflogp.trainer, unsloth as in `first`, then the name CachedDPOTrainer
-    late     the name CachedDPOTrainer, then unsloth as in `first`
     cpu      unsloth with its backend for CPUs, which generates no trainers
 
 A job has the keys of `GIVEN`. Without a `store`, it trains with a reference model.
@@ -25,8 +24,6 @@ ORDER, JOBS, RESULTS = sys.argv[1:]
 
 if ORDER == "between":
     import reflogp.trainer
-if ORDER == "late":
-    from reflogp.trainer import CachedDPOTrainer  # noqa: F401
 # Without a GPU, unsloth imports its code for GPUs if this variable is set, and then leaves TRL alone. So it is removed
 # after the import, and the function that the import of its models calls is called again.
 os.environ |= {} if ORDER == "cpu" else {"UNSLOTH_ALLOW_CPU": "1"}

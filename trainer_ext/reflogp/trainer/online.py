@@ -67,7 +67,8 @@ class RemoteReference:
         deadline: maximum number of seconds to wait for one batch's values from a slow, unreachable or restarting service.
         absolute_positions: whether the model has an embedding table for absolute positions (as GPT-2 does), so that left
             padding changes its log-probs. If True, rows are scored with their left padding.
-        policy, policy_dtype: see `Reference.open`.
+        policy: see `Reference.open`.
+        policy_dtype: see `Reference.open`.
 
     Attributes:
         where: the service's URL, and the reference's id and dtype.
