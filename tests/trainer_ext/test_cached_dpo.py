@@ -205,6 +205,8 @@ def test_what_contradicts_a_stored_reference_is_refused(cached_trainer, policy, 
         Reference(store, on_miss="score")
     with pytest.raises(UsageError, match="use 'error', 'score' or 'compute'"):
         Reference(store, on_miss="guess")
+    with pytest.raises(UsageError, match="use 'auto' or one of float32"):
+        Reference(store, dtype="fp32")
     nameless = policy()
     nameless.config._name_or_path = ""
     with pytest.raises(UsageError, match="not known which model is the reference"):

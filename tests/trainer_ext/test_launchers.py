@@ -5,6 +5,7 @@ A few of the 48 cells run, in which every value of an axis occurs; REFLOGP_ALL_L
 """
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trainer_ext.distributed_run import MODES, launch, port_for_a_meeting
 
@@ -74,23 +76,23 @@ def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, stores, 
     assert difference <= max(2 * allowed, ROUNDING[bf16])
 
 
-@pytest.mark.parametrize("name", ["multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"])
-def test_trls_accelerate_configs(name, settings, stores, tmp_path):
-    """`accelerate launch` with the files that TRL ships, all in bfloat16, and the loss of the first step."""
-    import json
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's first FSDP needs an accelerator")
 
-    seen = {}
-    for side, more in (("ours", {"source": str(stores("bfloat16"))}), ("trl", {"trl": True})):
-        folder = tmp_path / side
-        folder.mkdir()
-        given = {**settings, **more, "out": str(folder), "args": {"bf16": True, "max_steps": 1, "max_length": 220}}
-        (folder / "settings.json").write_text(json.dumps(given))
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
-        command += ["--num_processes", "2", "--main_process_port", str(port_for_a_meeting())]
-        command += ["-m", "tests.trainer_ext.distributed_run", str(folder / "settings.json")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-        seen[side] = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
-    assert len(seen["ours"]) == 2 and all(rank["step_zero"]["passed"] for rank in seen["ours"])
-    assert np.abs(losses(seen["ours"]) - losses(seen["trl"])).max() <= 0.05
+
+@pytest.mark.parametrize("name", ["multi_gpu", "zero1", "zero2", "zero3", pytest.param("fsdp1", marks=NEEDS_A_GPU), "fsdp2"])
+def test_trls_accelerate_configs(name, settings, stores, tmp_path):
+    """`accelerate launch` with the files that TRL ships, all in bfloat16: a policy that is its reference has a loss of ln 2."""
+    args = {"bf16": True, "max_steps": 1, "max_length": 220}
+    given = {**settings, "source": str(stores("bfloat16")), "out": str(tmp_path), "args": args}
+    (tmp_path / "settings.json").write_text(json.dumps(given))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
+    command += ["--num_processes", "2", "--main_process_port", str(port_for_a_meeting())]
+    command += ["-m", "tests.trainer_ext.distributed_run", str(tmp_path / "settings.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank-*.json"))]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["step_zero"]["passed"] and rank["dtypes_read_by_the_loss"] == ["float32"]
+    assert abs(losses(ranks)[0] - np.log(2)) <= 0.05  # FSDP rounds sums of log-probs to bfloat16

@@ -90,6 +90,8 @@ class Reference:
         object.__setattr__(self, "location", os.fspath(self.location))
         if self.model is not None:
             object.__setattr__(self, "model", os.fspath(self.model))
+        if self.dtype not in (AUTO, "checkpoint", *get_args(Dtype)):
+            raise UsageError(f"dtype={self.dtype!r} is not allowed: use 'auto' or one of {', '.join(get_args(Dtype))}")
         if self.on_miss not in get_args(OnMiss):
             raise UsageError(f"on_miss={self.on_miss!r} is not allowed: use 'error', 'score' or 'compute'")
         if self.on_miss == "score" and not self.is_service:
