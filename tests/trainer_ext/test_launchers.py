@@ -35,8 +35,11 @@ USUAL = [
 ]
 #: The same rows a step, in batches of other shapes.
 OTHER_SPLITS = [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, {"pad_to_multiple_of": 64}]
-#: Differences below this are rounding of the losses themselves.
+#: Differences below this are rounding: of a completion's log-probs in bfloat16 (0.1 nats a sum, times beta) or in float32.
 ROUNDING = {True: 5e-3, False: 1e-5}
+#: FSDP2 makes TRL sum in bfloat16, in steps of 4 nats at -784. While policy and reference are close, TRL rounds both alike, so
+#: that its errors cancel; those of the policy alone do not.
+ROUNDED_SUMS = 0.06
 CONFIGS = Path(find_spec("trl").submodule_search_locations[0]) / "accelerate_configs"
 
 
@@ -73,7 +76,7 @@ def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, stores, 
     allowed = max(others)
     print(f"{' '.join(cell)}: {difference:.5f} from TRL, whose own runs differ by {allowed:.5f}; gate {ours[0]['step_zero']}")
     assert len(losses(ours)) == 5
-    assert difference <= max(2 * allowed, ROUNDING[bf16])
+    assert difference <= max(2 * allowed, ROUNDED_SUMS if (mode, bf16) == ("fsdp2", True) else ROUNDING[bf16])
 
 
 NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's first FSDP needs an accelerator")
