@@ -86,7 +86,6 @@ def test_dpo_with_the_model_it_builds(run, tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     report = assert_trained(printed, tmp_path / "out" / "dpo")
     assert report["joins"]["train"]["rows"] == 12
-    assert report["forwards"] == {"micro_batches": 2, "policy_passes": 2}
     [count] = scored(printed)
     assert 12 < count <= 24
 
@@ -113,7 +112,6 @@ def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
     assert (tmp_path / "out" / "kto" / "reflogp-missing.parquet").is_file()
     assert re.search(r"MissingLogpsError: \d+ of 24 rows of train .* have no reference log-probs .*: reflogp score ", printed)
     assert report["joins"]["train"]["rows"] == 24
-    assert report["forwards"]["policy_passes"] == 4
 
 
 @pytest.mark.slow
@@ -149,7 +147,7 @@ def test_a_sweep_scores_once(run, few, tmp_path):
     assert before > 0 and after == 0
     reports = [report_of(folder) for folder in sorted((tmp_path / "out" / "sweep").iterdir())]
     assert len(reports) == 4
-    assert {report["verdict"] for report in reports} == {"passed"}
+    assert all(report["step_zero"]["passed"] for report in reports)
     assert len({report["joins"]["train"]["snapshot"] for report in reports}) == 1
     assert {report["joins"]["train"]["max_length"] for report in reports} == {128, 512}
     rows = [line.split() for line in printed.splitlines() if line.startswith("ipo ")]
