@@ -42,7 +42,7 @@ test-docker: .venv/dev.stamp  ## the image and compose.yaml on a Docker engine: 
 	$(BIN)/python -m pytest -m docker tests/docker
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

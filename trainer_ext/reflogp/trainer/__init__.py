@@ -12,9 +12,8 @@ from reflogp.trainer.errors import MissingLogpsError, StepZeroError
 from reflogp.trainer.reference import Reference
 
 if TYPE_CHECKING:
-    from reflogp.trainer.online import RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
-
     from reflogp.trainer.cached import CachedDPOTrainer, CachedKTOTrainer, CachedReferenceMixin, patch
+    from reflogp.trainer.online import RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
 
 __all__ = [
     "CachedDPOTrainer",
