@@ -130,8 +130,7 @@ REFUSED = [
     ({"do_train": False, "do_eval": True, "eval_dataset": "new"}, "uses no stored values"),
     ({"pref_loss": "simpo"}, "uses no stored values"),
     ({"ignore_pad_token_for_loss": False}, "padding has labels other than -100"),
-    ({"ref_model": "x", "ref_model_quantization_bit": 4}, "with ref_model_quantization_bit, the reference may differ"),
-    ({"rope_scaling": "yarn"}, "with rope_scaling, the reference may differ"),
+    ({"ref_model": "x", "ref_model_adapters": "y"}, "with ref_model_adapters, the reference is not ref_model alone"),
     ({"streaming": True, "dataloader_num_workers": 1}, "is a stream"),
 ]
 

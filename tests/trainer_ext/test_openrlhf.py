@@ -135,8 +135,6 @@ def test_a_service_scores_what_is_missing(train, model, tmp_path):
     assert frameworks.record(tmp_path / "out")["step_zero"]["passed"]
 
 
-def test_a_quantized_reference_must_be_named_and_help_says_how(train, tmp_path):
-    [seen, _] = train(STORED, tmp_path, {**SHORT, "ds.load_in_4bit": "", "reflogp.store": tmp_path}, check=False)
-    assert "with load_in_4bit, the reference may differ" in seen["words"]
-    train(STORED, tmp_path / "help", {"help": ""})
-    assert "--reflogp.store" in (tmp_path / "help" / "output.txt").read_text()
+def test_the_command_has_help(train, tmp_path):
+    train(STORED, tmp_path, {"help": ""})
+    assert "--reflogp.store" in (tmp_path / "output.txt").read_text()

@@ -114,7 +114,6 @@ def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_p
         ({"padding_free": "true", "attn_impl": "flash_attn"}, "padding_free=True is not supported"),
         ({"packing": "true", "attn_impl": "flash_attn"}, "packing=True is not supported"),
         ({"streaming": "true"}, "is a stream"),
-        ({"rope_scaling": '{"rope_type":"linear","factor":2.0}'}, "with rope_scaling, the reference may differ"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(options, why, train, tmp_path):

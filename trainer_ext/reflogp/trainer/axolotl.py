@@ -16,30 +16,10 @@ from axolotl.core.trainers.dpo.trainer import AxolotlDPOTrainer
 from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.import_helper import get_cls_from_module_str
 from pydantic import BaseModel
-from transformers import AutoConfig
 
 from reflogp.store import UsageError, resolve_model
 from reflogp.trainer.cached import CachedReferenceMixin
 from reflogp.trainer.options import Options, warn_if_untested
-
-#: Settings that may make the reference differ from the model in `base_model`, because they may change the model's config
-#: or weights, or load a trained adapter.
-_UNCLEAR = (
-    "lora_model_dir",
-    "load_in_8bit",
-    "load_in_4bit",
-    "model_quantization_config",
-    "qat",
-    "fp8",
-    "use_onebitllms",
-    "overrides_of_model_config",
-    "overrides_of_model_kwargs",
-    "reinit_weights",
-    "shrink_embeddings",
-    "peft_layer_replication",
-)
-#: Values of peft_init_lora_weights that leave the base weights unchanged.
-_PLAIN_LORA = (None, True, False, "gaussian")
 
 _setup_reference_model = axolotl.train.setup_reference_model
 
@@ -63,7 +43,6 @@ class StoredReferenceMixin(CachedReferenceMixin):
             )
         options = _options_of(cfg)
         if not options.model:
-            _require_same_vocabulary(model, cfg)
             options = Options(**{**cfg.reflogp, "model": _base_model(cfg)})
         own = {"reference": options.reference(), "policy_starts_at_reference": not options.policy_starts_elsewhere}
         super().__init__(model, *args, **{**own, **kwargs})
@@ -118,7 +97,7 @@ def _prepare(cfg: Any) -> None:
     """Check the settings, and set `trainer_cls` if it is not set. Raises UsageError if a setting is not supported with stored
     values."""
     warn_if_untested("axolotl", "0.19", "0.21")
-    options = _options_of(cfg)
+    _options_of(cfg)
     if cfg.rl not in _TRAINERS:
         raise UsageError(
             f"rl is {cfg.rl.value if cfg.rl else 'not set'}, but stored reference log-probs can be used only with dpo, ipo and "
@@ -126,16 +105,6 @@ def _prepare(cfg: Any) -> None:
         )
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 splits sequences across processes, which is not supported: set it to 1")
-    options.require_clear_reference(cfg, _UNCLEAR, "base_model")
-    if not options.model and (
-        cfg.base_model_config not in (None, cfg.base_model)
-        or cfg.peft_init_lora_weights not in _PLAIN_LORA
-        or (cfg.peft or {}).get("loftq_config")
-    ):
-        raise UsageError(
-            "with base_model_config, peft_init_lora_weights or loftq_config, the reference may differ from the model in "
-            "base_model: name the reference with `model:` in the section `reflogp:`"
-        )
     trainer = _TRAINERS[cfg.rl]
     if not cfg.trainer_cls:
         cfg.trainer_cls = f"{trainer.__module__}.{trainer.__name__}"
@@ -161,17 +130,3 @@ def _options_of(cfg: Any) -> Options:
 def _base_model(cfg: Any) -> str:
     revision = cfg.revision_of_model
     return cfg.base_model if revision in (None, "main") else str(resolve_model(cfg.base_model, revision))
-
-
-def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
-    """Raise UsageError if axolotl has resized the vocabulary of `base_model`, for example to add tokens. axolotl initialises
-    the embeddings of new tokens at random, so the policy does not start from the weights of `base_model`, which is the
-    reference."""
-    base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
-    before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
-    if before != now:
-        raise UsageError(
-            f"axolotl has resized the vocabulary of base_model from {before:,} to {now:,} tokens (for example because of "
-            "`tokens`, `special_tokens` or `resize_token_embeddings_to_32x`), so the policy does not start from the weights of "
-            "base_model: save the resized model once, and use it as base_model"
-        )

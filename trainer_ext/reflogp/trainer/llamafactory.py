@@ -105,12 +105,8 @@ class Replacements:
 
     def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
         """Note which model LLaMA-Factory would load as the reference. No model is created."""
-        own = finetuning_args.ref_model is None
-        clear = self._options.require_clear_reference
-        clear(finetuning_args, ("ref_model_adapters", "ref_model_quantization_bit"), "ref_model")
-        clear(
-            model_args, ("rope_scaling", *(("adapter_name_or_path", "quantization_bit") if own else ())), "model_name_or_path"
-        )
+        if finetuning_args.ref_model_adapters and not self._options.model:
+            raise UsageError("with ref_model_adapters, the reference is not ref_model alone: name it with --reflogp.model")
         self._model = finetuning_args.ref_model or model_args.model_name_or_path
         revision = getattr(model_args, "model_revision", None)
         if not Path(self._model).is_dir() and not self._options.model:

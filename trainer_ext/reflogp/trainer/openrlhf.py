@@ -12,7 +12,6 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -144,7 +143,6 @@ class Launch:
 
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Create the policy on the first call. The second call would create the reference model: remember only its path."""
-        self._options.require_clear_reference(SimpleNamespace(**kwargs), ("load_in_4bit",), "--ref.model_name_or_path")
         if self._policy_is_made:
             return StoredReferenceSlot(model)
         self._policy_is_made = True

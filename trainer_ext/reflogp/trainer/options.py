@@ -55,21 +55,6 @@ class Options:
     def reference(self) -> Reference:
         return Reference(self.store, self.model, self.dtype, self.snapshot, self.on_miss)
 
-    def require_clear_reference(self, settings: Any, names: Sequence[str], model: str) -> None:
-        """Raise UsageError if the options do not name the reference, but a setting of the framework may change it.
-
-        Args:
-            settings: object with the framework's settings as attributes.
-            names: names of the settings that may change the reference.
-            model: name of the setting that otherwise determines the reference.
-        """
-        unclear = [] if self.model else [name for name in names if getattr(settings, name, None)]
-        if unclear:
-            raise UsageError(
-                f"with {unclear[0]}, the reference may differ from the model in {model}: name the reference with reflogp's "
-                "option `model`; if the policy does not start from that model's weights, also set `policy_starts_elsewhere`"
-            )
-
 
 def read_options(command: str, words: Sequence[str], others: str) -> tuple[Options, list[str]]:
     """Separate the options that begin with --reflogp from the other arguments of a command.

@@ -28,8 +28,6 @@ from reflogp.trainer.options import Options, read_options  # noqa: E402
 
 #: Dict from each restricted ms-swift setting to the maximum value that reflogp supports. 0 means that the setting must be off.
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
-#: ms-swift settings that can change the reference, so that it differs from the model in the folder that ms-swift loads.
-_OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
 
 
 class EncodedRows:
@@ -140,7 +138,8 @@ class Replacements:
         """Return the folder of the model that ms-swift would load as the reference, or None if reflogp's options name it."""
         if self._options.model:
             return None
-        self._options.require_clear_reference(args, _OTHER_MODEL, "--model")
+        if args.ref_adapters:
+            raise UsageError("with ref_adapters, the reference is not ref_model alone: name it with --reflogp.model")
         same_revision = args.ref_model_revision in (None, getattr(args, "model_revision", None))
         if args.ref_model in (None, args.model) and same_revision:
             return str(args.model_dir)
