@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from machine import cpu_and_cores, write_results
 
-from reflogp.store import LogprobTable, Reference, Store, compact, join_logps, sequence_keys
+from reflogp.store import LogprobTable, Reference, Store, join_logps, sequence_keys
 from reflogp.store.schema import shard_table
 
 LEAST, MOST = 16, 400
@@ -55,8 +55,7 @@ def main() -> None:
             step(at, "compact", "compact_all", folder, rows)
             step(at, "open", "open_store", folder, rows)
             step(at, "look_up", "look_up", folder, rows)
-            step(at, "look_up_without_index", "look_up_without_index", folder, rows)
-            step(at, "look_up_64_without_index", "look_up_few", folder, rows)
+            step(at, "look_up_64", "look_up_few", folder, rows)
             step(at, "join", "join", folder, rows)
             step(at, "join_max_length_300", "join_truncated", folder, rows)
             step(at, "join_for_a_trainer", "join_for_a_trainer", folder, rows)
@@ -161,9 +160,8 @@ def made_up_sequences(random: np.random.Generator, count: int) -> tuple[pa.Array
     return keys, random.integers(LEAST, MOST + 1, count)
 
 
-def open_table(folder: Path, **more: Any) -> LogprobTable:
-    table = Store(folder / "store").table(REFERENCE.reference_id)
-    return LogprobTable(table.uri, REFERENCE, **more) if more else table
+def open_table(folder: Path) -> LogprobTable:
+    return Store(folder / "store")[REFERENCE]
 
 
 def open_store(folder: Path, rows: int) -> dict[str, Any]:
@@ -178,7 +176,7 @@ def random_keys(folder: Path, rows: int, count: int) -> pa.Array:
     share = min(1.0, 1.1 * count / rows)
     picked = []
     for shard in snapshot.rows_of:
-        keys = open_table(folder).shard(shard).index_columns()["key"].combine_chunks()
+        keys = open_table(folder).shard(shard).read(["key"])["key"].combine_chunks().cast(pa.binary(16))
         picked.append(keys.take(pa.array(np.flatnonzero(random.random(len(keys)) < share))))
     keys = pa.concat_arrays(picked)
     return keys.take(pa.array(random.permutation(len(keys))[:count]))
@@ -192,17 +190,10 @@ def look_up(folder: Path, rows: int) -> dict[str, Any]:
     return measured(lambda: hits(snapshot, keys), ROUNDS, open_seconds=opened["seconds"], keys=len(keys))
 
 
-def look_up_without_index(folder: Path, rows: int) -> dict[str, Any]:
-    """Look up a million keys in the files, with no index in memory."""
-    keys = random_keys(folder, rows, LOOKUPS)
-    snapshot = open_table(folder, index_rows=0).snapshot()
-    return measured(lambda: hits(snapshot, keys), ROUNDS, keys=len(keys))
-
-
 def look_up_few(folder: Path, rows: int) -> dict[str, Any]:
-    """Look up 64 keys in the files, as many as an online request may have."""
+    """Look up 64 keys, as many as an online request may have."""
     keys = random_keys(folder, rows, 64)
-    snapshot = open_table(folder, index_rows=0).snapshot()
+    snapshot = open_table(folder).snapshot()
     hits(snapshot, keys[:1])
     return measured(lambda: hits(snapshot, keys), 5 * ROUNDS)
 
@@ -214,9 +205,9 @@ def hits(snapshot: Any, keys: pa.Array) -> None:
 
 
 def compact_all(folder: Path, rows: int) -> dict[str, Any]:
-    """Compact the whole table into sorted shards."""
+    """Compact the whole table."""
     table, outcome = open_table(folder), []
-    result = measured(lambda: outcome.append(compact(table)))
+    result = measured(lambda: outcome.append(table.compact()))
     return result | {"shards": outcome[0].shards_after, "rows_per_second": round(outcome[0].rows / result["seconds"])}
 
 
@@ -305,7 +296,6 @@ PHASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         look_up,
         compact_all,
         open_store,
-        look_up_without_index,
         look_up_few,
         join,
         join_truncated,

@@ -92,7 +92,7 @@ def stress(folder: Path, jobs: int, kills: int, seed: int = 0, rows: int = 60) -
         expected = sum(plain_token_logps(plain, data[at]["prompt_ids"], data[at]["chosen_ids"]))
         wrong += not np.isclose(result["ref_chosen_logps"][at].as_py(), expected, atol=1e-3)
     [reference] = Store(folder / "store").references()
-    stored = Store(folder / "store").table(reference.reference_id).totals()[1]
+    stored = Store(folder / "store")[reference.reference_id].totals()[1]
     client.close()
     service.stop()
     distinct = {(*r["prompt_ids"], side) for data in datasets for r in data for side in ("chosen", "rejected")}

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from reflogp.store import Reference, Store, StoreError, compact, sequence_keys, vacuum, verify
-from reflogp.store.compaction import compact_if_many, small_shards_allowed
+from reflogp.store import Reference, Store, StoreError, sequence_keys
+from reflogp.store.maintenance import small_shards_allowed
 from reflogp.store.schema import shard_table
 
 REFERENCE = Reference("cd" * 16, "model", "float32", "float32", ("11" * 32,), {"hidden_size": 8})
@@ -80,7 +80,7 @@ def write(uri: str, folder: Path, writer: int, commits: int) -> None:
             pages.write(json.dumps(numbers) + "\n")
             pages.flush()
             os.fsync(pages.fileno())
-            compact_if_many(table, allowed)
+            table.compact_if_many(allowed)
 
 
 def read(uri: str, folder: Path, reader: int) -> None:
@@ -89,7 +89,7 @@ def read(uri: str, folder: Path, reader: int) -> None:
     source, lookups = random.Random(-reader), 0
     old = None
     while not (folder / "stop").exists():
-        table = Store(uri).table(REFERENCE.reference_id)
+        table = Store(uri)[REFERENCE.reference_id]
         for _ in range(5):
             snapshot = table.snapshot()
             numbers = source.sample(range(KEYS), 500)
@@ -111,9 +111,9 @@ def read(uri: str, folder: Path, reader: int) -> None:
 def tidy(uri: str, folder: Path) -> None:
     """Compact everything and vacuum (with a retention) in a loop."""
     while not (folder / "stop").exists():
-        table = Store(uri).table(REFERENCE.reference_id)
-        compact(table)
-        vacuum(table, retention_hours=1)
+        table = Store(uri)[REFERENCE.reference_id]
+        table.compact()
+        table.vacuum(retention_hours=1)
         time.sleep(2)
 
 
@@ -152,7 +152,7 @@ def run(uri: str, folder: Path, writers: int, commits: int, readers: int, kills:
 
 
 def _account(uri: str, folder: Path, readers_failed: int, writers_failed: int, kills: int, seconds: float) -> Account:
-    table = Store(uri).table(REFERENCE.reference_id)
+    table = Store(uri)[REFERENCE.reference_id]
     snapshot = table.snapshot()
     final = snapshot.token_logps(keys_of(range(KEYS)))
     diaries = [json.loads(line) for diary in folder.glob("diary-*.jsonl") for line in diary.read_text().splitlines()]
@@ -160,9 +160,8 @@ def _account(uri: str, folder: Path, readers_failed: int, writers_failed: int, k
     lost = sum(final[number] is None for number in noted)
     values: dict[int, set[tuple[float, ...]]] = {}
     for path in snapshot.rows_of:
-        for rows in table.shard(path).batches():
-            for logps in rows["token_logps"].to_pylist():
-                values.setdefault(int(-logps[2]), set()).add(tuple(logps))
+        for logps in table.shard(path).read(["token_logps"])["token_logps"].to_pylist():
+            values.setdefault(int(-logps[2]), set()).add(tuple(logps))
     two = sum(any(a[:3] != b[:3] for a in found for b in found) for found in values.values())
     lookups = 0
     for file in folder.glob("seen-*.json"):
@@ -176,7 +175,7 @@ def _account(uri: str, folder: Path, readers_failed: int, writers_failed: int, k
         two_values=two,
         readers_failed=readers_failed,
         writers_failed=writers_failed,
-        damaged=len(verify(table)),
+        damaged=len(table.verify()),
         commits=len(diaries),
         kills=kills,
         lookups=lookups,

@@ -341,7 +341,7 @@ def test_a_wrong_dtype_is_told_the_right_one(score, reflogp, reference_folder, p
     join = ("join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", tmp_path / "j.parquet")
     code, _, err = reflogp(*join, "--dtype", "bfloat16")
     assert code == FAILED
-    assert "in bfloat16: the store " in one_sentence(err)
+    assert "in bfloat16 (reference " in one_sentence(err)
     assert "values of the same model in float32" in one_sentence(err)
 
 
@@ -455,7 +455,7 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder,
 
     def rows_in(store):
         try:
-            return Store(store).table(reference.reference_id).snapshot()
+            return Store(store)[reference.reference_id].snapshot()
         except Exception:
             return ()
 

@@ -250,7 +250,7 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     reflogp, joined, place, reference_folder, tokenizer, plain, rows, tmp_path
 ):
     reference = describe_reference(str(reference_folder), "float32")
-    snapshot = Store(str(place / "store")).table_of(reference).snapshot()
+    snapshot = Store(str(place / "store"))[reference].snapshot()
 
     def result(data, name, problems):
         dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)

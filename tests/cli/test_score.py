@@ -114,7 +114,7 @@ def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(clie
     assert client.score("ref", prompts, completions, temperature=0.5).hits == 0
     assert kept(client, keys) == 4
     [reference] = Store(place / "store").references()
-    assert Store(place / "store").table(reference.reference_id).totals()[1] == 4
+    assert Store(place / "store")[reference.reference_id].totals()[1] == 4
 
 
 def test_rows_of_padded_batches_have_values_at_their_padding(client, model):

@@ -143,7 +143,7 @@ def test_a_machine_scores_and_the_next_one_finds_the_values(machine):
     [reference] = store.references()
     lines = (Path(machine["HOME"]) / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     sequences = {json.dumps([row["prompt"], row[side]]) for row in map(json.loads, lines) for side in ("chosen", "rejected")}
-    assert len(store.table(reference.reference_id).snapshot()) == len(sequences) > 12
+    assert len(store[reference.reference_id].snapshot()) == len(sequences) > 12
 
     shutil.rmtree(Path(machine["HOME"]) / "reflogp-state")
     url = f"http://127.0.0.1:{machine['REFLOGP_PORT']}"

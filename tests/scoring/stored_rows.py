@@ -8,8 +8,8 @@ from reflogp.store import Store
 
 def rows_of(store, reference_id):
     """key -> (prompt_len, completion_len, values) of everything that a store holds."""
-    table = Store(store).table(reference_id)
-    rows = ds.dataset([f"{table.uri}/{path}" for path in table.shards()]).to_table()
+    table = Store(store)[reference_id]
+    rows = ds.dataset([f"{table.uri}/{shard.path}" for shard in table.shards()]).to_table()
     assert len(rows) == table.totals()[1]
     columns = (rows[name].to_pylist() for name in ("key", "prompt_len", "completion_len", "token_logps"))
     return {key: (p, c, np.array(values)) for key, p, c, values in zip(*columns, strict=True)}

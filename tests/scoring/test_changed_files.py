@@ -68,10 +68,10 @@ def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_oth
         answer = score(service, "b")
         assert answer.json()["token_logps"][0] == pytest.approx(expected["b"], abs=2e-4)
     key = sequence_keys([SEQUENCE["prompt_ids"]], [SEQUENCE["completion_ids"]])
-    found = Store(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(key)
+    found = Store(tmp_path / "store")[reference.reference_id].snapshot().token_logps(key)
     assert found[0] is None or list(found[0][:3]) == pytest.approx(expected["a"], abs=2e-4)
     unscored = sequence_keys([[20, 21]], [[22, 23]])
-    assert Store(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(unscored) == [None]
+    assert Store(tmp_path / "store")[reference.reference_id].snapshot().token_logps(unscored) == [None]
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, ref
     with pytest.raises(type(error), match=str(error) or None):
         score_dataset(dataset, store, reference, scorer, watcher=watching)
     assert not {name for name in names() if name != "reflogp-pack"}, "a thread goes on"
-    stored = store.table(reference.reference_id).totals()[1]
+    stored = store[reference.reference_id].totals()[1]
     if stage != "commit":
         assert stored >= watching.done, "what was told as scored is stored"
     monkeypatch.setattr(LogprobTable, "append", append)
@@ -157,7 +157,7 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, 
         score_dataset(dataset, store, reference, LocalScorer(lambda: engine), watcher=watching)
     signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 30
-    assert store.table(reference.reference_id).totals()[1] >= watching.done > 0
+    assert store[reference.reference_id].totals()[1] >= watching.done > 0
     gate.set()
 
 
@@ -301,7 +301,7 @@ def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile
     def windows(source, size):
         for number, window in enumerate(batched(source, 4)):
             if number == 1 and len(source.files) and source.files[0].name == "rows.jsonl":
-                while not len(store.table_of(reference).snapshot()):
+                while not len(store[reference].snapshot()):
                     time.sleep(0.05)
                 run("last.jsonl", rows[4:])
             yield window
@@ -309,7 +309,7 @@ def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile
     monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", windows)
     summary = run("rows.jsonl", [*rows[:4], *(rows[:1] * 40), *rows[4:]])
     assert (summary.scored, summary.sequences) == (8, 2 * 48), "this run has scored only its first rows"
-    found = store.table_of(reference).snapshot(summary.snapshot)
+    found = store[reference].snapshot(summary.snapshot)
     prompts = [row["prompt_ids"] for row in rows] * 2
     keys = sequence_keys(prompts, [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows])
     assert (found.stored_lengths(keys) > 0).all()

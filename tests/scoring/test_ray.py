@@ -217,7 +217,7 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
         assert ended.summary["hits"] > 50 and ended.summary["hits"] + ended.summary["scored"] == 800
         scores = client.score("ref", [[1, 5, 9]], [[7, 2]])
         assert len(scores.token_logps[0]) == 2
-    assert Store(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
+    assert Store(tmp_path / "store")[ended.reference_id].totals()[1] == 800
 
 
 def test_a_services_worker_reserves_the_gpus_of_its_largest_model(cluster, tmp_path):

@@ -95,7 +95,7 @@ def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, refer
     tokenizer = load_tokenizer(str(reference_folder))
     [rows] = [window.table.to_pylist() for window in tokenize_dataset(RowSource(str(pairs_file)), tokenizer)]
     reference = describe_reference(str(reference_folder), "float32")
-    snapshot = Store(str(tmp_path / "store")).table(reference.reference_id).snapshot()
+    snapshot = Store(tmp_path / "store")[reference].snapshot()
     sums, means, dropped = [], [], 0
     for row in rows:
         whole = [(row["prompt_ids"], row[side]) for side in ("chosen_ids", "rejected_ids")]

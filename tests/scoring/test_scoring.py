@@ -30,7 +30,7 @@ def score(reference_folder, tmp_path):
 
 def snapshot(reference_folder, tmp_path):
     reference = describe_reference(str(reference_folder), "float32")
-    return Store(tmp_path / "store").table(reference.reference_id).snapshot()
+    return Store(tmp_path / "store")[reference.reference_id].snapshot()
 
 
 def must_not_load():
@@ -129,8 +129,8 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
 
 
 def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch, reference_folder):
-    monkeypatch.setattr("reflogp.store.compaction.SMALL_SHARDS", 3)
-    monkeypatch.setattr("reflogp.store.compaction._SMALL_SHARDS_SPREAD", 1)
+    monkeypatch.setattr("reflogp.store.maintenance.SMALL_SHARDS", 3)
+    monkeypatch.setattr("reflogp.store.maintenance._SMALL_SHARDS_SPREAD", 1)
     rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
     assert score(write_rows(tmp_path / "t.jsonl", rows), commit_sequences=2).scored == 20
     at = snapshot(reference_folder, tmp_path)

@@ -74,7 +74,7 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     file = write_rows(tmp_path / "pairs.jsonl", pair_rows[:10])
     job = client.watch(client.submit(file, "ref", max_length=60).id)
     assert job.state == "done"
-    table = Store(place / "store").table(job.reference_id)
+    table = Store(place / "store")[job.reference_id]
     first = client.report(job.id)["outliers"][0]
     assert first["prompt"] and first["completions"]
     assert job.summary["snapshot"] <= table.snapshot_number()
@@ -151,7 +151,7 @@ def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):
         began = time.monotonic()
         ended = client.watch(running_job.id)
         assert (ended.state, time.monotonic() - began < 2) == ("cancelled", True)
-        table = Store(tmp_path / "store").table(ended.reference_id)
+        table = Store(tmp_path / "store")[ended.reference_id]
         assert table.totals()[1] >= ended.progress.scored > 20
         client.retry(waiting.id)
         assert client.watch(waiting.id).state == "done"
@@ -174,7 +174,7 @@ def stored(store) -> int:
     """How many sequences a store of one reference has; 0 where there is none yet."""
     try:
         [reference] = Store(store).references()
-        return Store(store).table(reference.reference_id).totals()[1]
+        return Store(store)[reference.reference_id].totals()[1]
     except (UsageError, ValueError):
         return 0
 
@@ -216,7 +216,7 @@ def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder
             assert service.stop() in (0, -signal.SIGTERM)  # uvicorn sends the signal on when all is done
             assert not any(line == "event: end" for line in lines)
     [reference] = Store(tmp_path / "store").references()
-    assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 200
+    assert Store(tmp_path / "store")[reference.reference_id].totals()[1] > 200
     with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 2)

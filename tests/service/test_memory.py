@@ -158,7 +158,7 @@ def test_the_loop_answers_while_large_json_is_decoded(service, requests):
 
 def test_honest_large_requests_are_answered_and_right(service, place):
     keys, rows = some_rows(5_000, 30_000, values=10)
-    Store(place / "store").table_of(REFERENCE).append(rows)
+    Store(place / "store")[REFERENCE].append(rows)
     expected = rows["token_logps"].to_pylist()
     many = [keys] * 10  # 300,000 keys, where 200,000 are allowed
     with Client(service.url) as client:
@@ -418,7 +418,7 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
     goes_on.set()
     wait_until(lambda: writes._tokens == 0)
     writes.close()
-    assert store.table_of(REFERENCE).totals()[1] == 1000 // 60 * 4
+    assert store[REFERENCE].totals()[1] == 1000 // 60 * 4
 
 
 def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, caplog):
@@ -444,7 +444,7 @@ def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, capl
     assert "could not store 1 scored sequence: the disk is full" in caplog.text
     assert "RuntimeError: a bug" in caplog.text
     keys = sequence_keys([np.array([first]) for first in (1, 2, 3)], [np.array([7, 8])] * 3)
-    one, two, three = store.table_of(REFERENCE).snapshot(None).token_logps(keys)
+    one, two, three = store[REFERENCE].snapshot(None).token_logps(keys)
     assert one is None
     assert two is None
     assert three.tolist() == [-3, -3]

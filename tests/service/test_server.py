@@ -23,7 +23,7 @@ from reflogp.client import (
     ServiceUnreachableError,
 )
 from reflogp.service.models import DatasetSpec
-from reflogp.store import Store, UsageError, compact
+from reflogp.store import Store, UsageError
 from tests.service.serving import float32, running, serving, settings_file
 from tests.store.rows import REFERENCE, some_rows
 
@@ -111,13 +111,13 @@ def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path, warm_p
     with serving("--store", tmp_path / "store", warm=warm_python) as url, Client(url) as client:
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
         table.append(rows.slice(10))
-        compact(table)
+        table.compact()
         later = client.lookup(REFERENCE.reference_id, keys)
         assert ((later.lengths > 0).sum(), later.snapshot) == (20, 3)
         assert (client.lookup(REFERENCE.reference_id, keys, snapshot=1).lengths > 0).sum() == 10
 
 
-def test_a_log_that_is_mended_while_the_service_runs(tmp_path, warm_python):
+def test_a_damaged_log_is_an_error_until_it_is_mended(tmp_path, warm_python):
     table = Store(tmp_path / "store").create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
@@ -127,7 +127,11 @@ def test_a_log_that_is_mended_while_the_service_runs(tmp_path, warm_python):
         entry = Path(table.uri) / "_delta_log" / f"{2:020}.json"
         whole = entry.read_bytes()
         entry.write_bytes(whole[:10])
-        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
+        body = {"keys": [key.hex() for key in keys.to_pylist()]}
+        answer = httpx.post(f"{url}/v1/lookup", params={"reference": REFERENCE.reference_id}, json=body)
+        assert answer.status_code == 500 and "_delta_log is damaged" in answer.json()["detail"]
+        [listed] = client.references()
+        assert (listed.reference_id, listed.snapshot) == (REFERENCE.reference_id, None)
         entry.write_bytes(whole)
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 20
 

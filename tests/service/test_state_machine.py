@@ -40,7 +40,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from reflogp.store import ReflogpError
-from reflogp.store.compaction import compact, vacuum
 from tests.service.world import (
     DATASETS,
     SUM_TOLERANCE,
@@ -285,14 +284,14 @@ class Sequence(RuleBasedStateMachine):
 
     @operation()
     def compact(self) -> str:
-        return self.on_store(compact)
+        return self.on_store(lambda table: table.compact())
 
     @operation()
     def vacuum(self) -> str:
         """Everything that is not needed while nobody else is at the store, else what is older than an hour."""
         others = self.world.pid() or any(orphan.is_running() for orphan in self.world.orphans)
         alone = not others and all(line.poll() is not None for line, _, _ in self.lines)
-        return self.on_store(partial(vacuum, retention_hours=0 if alone else 1, alone=alone))
+        return self.on_store(lambda table: table.vacuum(0 if alone else 1, alone=alone))
 
     @operation(seconds=st.sampled_from([0.05, 0.3, 1.0]))
     def wait(self, seconds: float) -> str:

@@ -379,7 +379,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
     assert {"requeue_running", "highest_queued_priority", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
     record_property("told", f"ledger calls failed in a working service: {sum(hit.values())}, of {len(hit)} methods: {hit}")
     [reference] = Store(tmp_path / "store").references()
-    assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 0
+    assert Store(tmp_path / "store")[reference.reference_id].totals()[1] > 0
     for result in (tmp_path / "state" / "results").glob("*.parquet"):
         assert pq.read_table(result)["error"].null_count > 0
 

@@ -357,7 +357,7 @@ class World:
         store = Store(self.store)
         references = store.references()
         for reference in references:
-            work(store.table(reference.reference_id))
+            work(store[reference.reference_id])
         return len(references)
 
     def close(self) -> None:

@@ -73,16 +73,16 @@ def test_a_missing_table_names_the_dtypes_that_the_store_has(model, store, refer
     asked = describe_reference(model, "bfloat16")
     store.create_table(describe_reference(str(other), "float32"))
     with pytest.raises(ReferenceNotFoundError) as refused:
-        store.table_of(asked)
+        store[asked]
     assert "same model" not in str(refused.value)
     store.create_table(describe_reference(model, "float16"))
     with pytest.raises(
         ReferenceNotFoundError, match=r"the same model in float16 \(to use them, set --dtype, or dtype= in Python\)$"
     ):
-        store.table_of(asked)
+        store[asked]
     store.create_table(describe_reference(model, "bfloat16", lm_head_dtype="float32"))
     with pytest.raises(ReferenceNotFoundError, match=r"bfloat16 with logits in float32 .* add --lm-head-dtype float32"):
-        store.table_of(asked)
+        store[asked]
 
 
 def test_a_folder_without_a_reference_is_no_table(model, store):

@@ -34,7 +34,7 @@ def run(server, tmp_path):
 
     Each call is a process, since huggingface_hub reads its settings only once.
     """
-    program = "import reflogp.store.compaction as c, reflogp.store.exchange as e; e.SHARD_BYTES = 20_000\n"  # several files
+    program = "import reflogp.store.exchange as e; e.SHARD_BYTES = 20_000\n"  # several files
     program += "from reflogp.cli import main; main()"
 
     def call(*words: str, token: str = TOKEN, **variables: str) -> tuple[int, str]:
@@ -57,7 +57,7 @@ def store(tmp_path) -> Store:
 
 
 def table_of(store: Store) -> LogprobTable:
-    return store.table(REFERENCE.reference_id)
+    return store[REFERENCE.reference_id]
 
 
 def rows_of(store: Store) -> dict[bytes, list[float]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reflogp.store import UsageError, example_hash, sequence_keys
+from reflogp.store import UsageError, sequence_keys
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 
@@ -55,11 +55,6 @@ def test_a_slice_of_an_array_gives_the_keys_of_its_own_rows():
 def test_the_boundary_between_prompt_and_completion_is_part_of_the_key():
     first, second = sequence_keys([[1, 2], [1]], [[3], [2, 3]])
     assert first != second
-
-
-def test_an_example_hash_is_its_keys_in_order():
-    keys = sequence_keys([[1], [1]], [[2], [3]]).to_pylist()
-    assert example_hash(keys) == keys[0] + keys[1]
 
 
 @pytest.mark.parametrize(

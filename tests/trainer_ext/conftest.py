@@ -48,7 +48,7 @@ def score_missing(error: MissingLogpsError) -> None:
 def damaged_copy(store: Path, folder: Path, change) -> Path:
     """A store with the same keys under the same reference id, and other values: `change`d arrays, one per sequence."""
     [reference_id] = [path.name for path in store.iterdir() if (path / "logprobs").is_dir()]
-    original = Store(store).table(reference_id)
+    original = Store(store)[reference_id]
     shards = [pq.read_table(file) for file in sorted((store / reference_id / "logprobs").rglob("*.parquet"))]
     rows = pa.concat_tables(shards)
     copy = Store(folder).create_table(original.reference)

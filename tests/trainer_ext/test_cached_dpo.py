@@ -85,7 +85,7 @@ def test_the_record_says_what_was_trained_on(cached_trainer, store, tmp_path):
         "store": str(store),
         "reference_id": where.reference_id,
         "reference_dtype": "float32",
-        "snapshot": Store(store).table(where.reference_id).snapshot().number,
+        "snapshot": Store(store)[where.reference_id].snapshot().number,
         "rows": 80,
         "scored": 0,
         "computed": 0,

@@ -97,7 +97,7 @@ def test_a_server_that_is_killed_in_the_middle_is_waited_for(model, arguments, p
         reference_id = describe_reference(model, "float32").reference_id
         while True:
             try:
-                if done := len(Store(str(store)).table(reference_id).snapshot()):
+                if done := len(Store(str(store))[reference_id].snapshot()):
                     break
             except ReflogpError:
                 pass

@@ -219,7 +219,7 @@ def _store(uri: str) -> Iterator[Finding]:
             warnings.simplefilter("always", StoreDamageWarning)
             references = opened.references()
         for reference in references:
-            opened.table(reference.reference_id).check_writable()
+            opened[reference.reference_id].check_writable()
     except StoreNotFoundError as error:
         yield Finding("store", "note", f"{error}")
         return

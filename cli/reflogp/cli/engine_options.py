@@ -163,7 +163,7 @@ def claimed_reference(claim: str, store: Store) -> Reference:
     file = Path(claim).expanduser()
     if not file.is_file():
         try:
-            return store.table(claim).reference
+            return store[claim].reference
         except ReflogpError as error:
             raise UsageError(f"--claim {claim} is neither a file nor the id of a stored reference: {error}") from error
     try:

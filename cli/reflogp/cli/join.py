@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import open_scored, print_left_out
+from reflogp.cli.scored import open_scored
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
 
@@ -47,7 +47,7 @@ def join(
     dataset, at = open_scored(arguments, snapshot)
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar)
-    print_left_out(summary, at)
+    print_dropped(summary.dropped_rows)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         skipped = counted(summary.missing, "row")

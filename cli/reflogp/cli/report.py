@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import open_scored, print_left_out
+from reflogp.cli.scored import open_scored
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
 
@@ -48,7 +48,7 @@ def report(
     dataset, at = open_scored(arguments, snapshot)
     with progress_bar("reading") as bar:
         summary = write_report(dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar)
-    print_left_out(summary, at)
+    print_dropped(summary.dropped_rows)
     if summary.missing:
         err.print(
             f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')}; to add the values: {command}",

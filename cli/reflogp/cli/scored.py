@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reflogp.cli.console import err, print_dropped
 from reflogp.cli.reference import find_reference
 from reflogp.store import Snapshot, Store, UsageError
 from reflogp.store.commands import ScoreArguments, naming_command
@@ -12,8 +11,6 @@ from reflogp.store.commands import ScoreArguments, naming_command
 if TYPE_CHECKING:
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.tokenized import TokenizedDataset
-    from reflogp.scoring.joining import JoinSummary
-    from reflogp.scoring.reports.build import ReportSummary
 
 
 def open_rows(arguments: ScoreArguments) -> RowSource:
@@ -63,12 +60,5 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
     opened = Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)
-        snapshot = opened.table_of(reference).snapshot(number)
+        snapshot = opened[reference].snapshot(number)
     return tokenized(rows, folder, arguments), snapshot
-
-
-def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops. If values are missing and the store is damaged, also print the command to repair it."""
-    print_dropped(summary.dropped_rows)
-    if summary.missing and snapshot.damaged:
-        err.print(f"repair the store first: {snapshot.repair_command()}")

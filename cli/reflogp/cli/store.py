@@ -1,7 +1,8 @@
-"""`reflogp store`: inspect, verify, repair, compact and share a store."""
+"""`reflogp store`: inspect, verify, compact and share a store, and drop rows from it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
@@ -9,27 +10,16 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from reflogp.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
-from reflogp.store import (
-    LogprobTable,
-    ReflogpError,
-    Store,
-    UsageError,
-    compact,
-    export_table,
-    import_folder,
-    repair,
-    vacuum,
-    verify,
-)
-from reflogp.store.compaction import RETENTION_HOURS
+from reflogp.store import LogprobTable, ReflogpError, Store, UsageError, export_table, import_folder
 from reflogp.store.exchange import Imported
 from reflogp.store.hub import pull, push_table
+from reflogp.store.maintenance import RETENTION_HOURS
 from reflogp.store.storage import PLACES
 from reflogp.store.texts import counted
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Inspect, verify, repair, compact and share a store of log-probs.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compact and share a store of log-probs, and drop rows from it.")
 
 Uri = Annotated[str, typer.Argument(help=f"Store: {PLACES}.", metavar="URI")]
 ReferenceId = Annotated[
@@ -84,17 +74,17 @@ def verify_(
         bool,
         typer.Option(
             "--repair",
-            help="Drop damaged shards and repair the log. No other process should write to the store during the repair.",
+            help="Drop damaged shards with all their rows, in a new snapshot.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every log entry and every page of every shard, verify checksums and rows, and list damaged files.
+    """Read every page of every shard, verify checksums and rows, and list damaged shards.
 
     This command needs no model; `reflogp verify` checks that values are the model's, by computing some of them again.
 
-    The exit code is 1 if there is damage and --repair was not given. --repair repairs the log and drops the damaged shards. The
-    next `reflogp score` with the same data scores the rows of these shards again.
+    The exit code is 1 if there is damage and --repair was not given. After a repair, the next `reflogp score` with the same
+    data scores the rows of the dropped shards again.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -102,16 +92,14 @@ def verify_(
     def check(table: LogprobTable) -> list[dict[str, Any]]:
         name = table.reference.reference_id
         with progress_bar(f"verifying {table.reference.name}") as bar:
-            found = verify(table, bar.hashed)
+            found = table.verify(bar.hashed)
         for damage in found:
-            rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
-            err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red")
+            err.print(f"damaged: {table.uri}/{damage.file} ({damage.rows:,} rows): {damage.problem}", style="red")
         if found and with_repair:
-            table_now = repair(table, found)
-            rows_now = table_now.totals()[1]
+            done = table.drop(shards=[damage.file for damage in found])
             err.print(
-                f"repaired {name}: snapshot {table_now.snapshot_number()} has {counted(rows_now, 'row')}; "
-                "if rows were dropped, run `reflogp score` to score them again"
+                f"repaired {name}: snapshot {done.snapshot} has {counted(table.totals()[1], 'row')}; run `reflogp score` to "
+                "score the dropped rows again"
             )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
@@ -120,16 +108,16 @@ def verify_(
     if as_json:
         print_json({"store": store.uri, "damaged": damaged, "repaired": repaired, "failed": tables.failed})
     elif not damaged and not tables.failed:
-        out.print(f"{store.uri}: every log entry and every shard is intact")
+        out.print(f"{store.uri}: every shard is intact")
     if damaged and not repaired:
-        err.print("--repair repairs the log and drops the damaged shards; the next `reflogp score` scores their rows again")
+        err.print("--repair drops the damaged shards; the next `reflogp score` scores their rows again")
         raise typer.Exit(EXIT_FAILED)
     tables.exit_if_failed()
 
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into larger shards with rows sorted by key, and keep only one row for each key.
+    """Merge shards into larger shards, and keep only one row for each key.
 
     Other processes may use the store during the compaction. Scoring automatically merges small shards; this command merges
     shards of all sizes. The replaced shards remain until `reflogp store vacuum` deletes them.
@@ -139,7 +127,7 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
 
     def work(table: LogprobTable) -> dict[str, Any]:
         with progress_bar(f"compacting {table.reference.name}") as bar:
-            done = compact(table, progress=bar.hashed)
+            done = table.compact(progress=bar.hashed)
         result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows rewritten"
         if not done.won:
             result = "another process has already compacted the same shards"
@@ -181,7 +169,7 @@ def vacuum_(
     tables = _Tables(store, reference)
 
     def work(table: LogprobTable) -> tuple[str, list[str]]:
-        files = vacuum(table, retention_hours, dry_run=dry_run, alone=alone)
+        files = table.vacuum(retention_hours, dry_run=dry_run, alone=alone)
         if not as_json:
             out.print(f"{table.reference.reference_id}: {counted(len(files), 'file')} {'would be ' if dry_run else ''}deleted")
         return table.reference.reference_id, files
@@ -189,6 +177,48 @@ def vacuum_(
     deleted = dict(tables.each(work))
     if as_json:
         print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted, "failed": tables.failed})
+    tables.exit_if_failed()
+
+
+@app.command("drop")
+def drop(
+    uri: Uri,
+    provenance: Annotated[
+        str,
+        typer.Option(
+            help='Entries of the provenance of the rows to drop, as JSON, such as \'{"engine": "vllm"}\'. The rows of an '
+            "export have their provenance in the column `provenance`.",
+            metavar="JSON",
+        ),
+    ],
+    reference: ReferenceId = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop rows that were computed wrongly, in a new snapshot, so that they can be scored again.
+
+    Earlier snapshots keep the rows until `reflogp store vacuum` deletes them.
+
+    Example: reflogp store drop ./logps --provenance '{"engine": "vllm"}'
+    """
+    try:
+        entries = json.loads(provenance)
+    except ValueError as error:
+        raise UsageError(f"--provenance is not JSON: {error}") from error
+    if not isinstance(entries, dict) or not entries:
+        raise UsageError("--provenance must be a JSON object with at least one entry")
+    store = Store(uri)
+    tables = _Tables(store, reference)
+
+    def work(table: LogprobTable) -> dict[str, Any]:
+        with progress_bar(f"reading {table.reference.name}") as bar:
+            done = table.drop(provenance=entries, progress=bar.hashed)
+        if not as_json:
+            out.print(f"{table.reference.reference_id}: {counted(done.rows, 'row')} dropped; the snapshot is {done.snapshot}")
+        return {"reference_id": table.reference.reference_id, **asdict(done)}
+
+    results = tables.each(work)
+    if as_json:
+        print_json({"store": store.uri, "dropped": results, "failed": tables.failed})
     tables.exit_if_failed()
 
 
@@ -348,7 +378,7 @@ class _Tables:
             raise UsageError(
                 f"{holder} must contain exactly one reference; choose one with --reference. The store has: {names}"
             )
-        return self._store.table(self.references[0].reference_id)
+        return self._store[self.references[0].reference_id]
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Call `work` for every table and return the results.
@@ -359,7 +389,7 @@ class _Tables:
         done = []
         for reference in self.references:
             try:
-                done.append(work(self._store.table(reference.reference_id)))
+                done.append(work(self._store[reference.reference_id]))
             except ReflogpError as error:
                 if len(self.references) == 1:
                     raise

@@ -58,7 +58,7 @@ def verify(
     source, opened = open_rows(arguments), Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)
-        stored = opened.table_of(reference).snapshot(snapshot)
+        stored = opened[reference].snapshot(snapshot)
     dataset, chosen = tokenized(source, folder, arguments), source.count()
     if 0 < rows < chosen:
         dataset, chosen = dataset.only(random.Random(seed).sample(range(chosen), rows)), rows

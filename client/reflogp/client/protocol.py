@@ -32,8 +32,7 @@ from reflogp.client.errors import (
 from reflogp.client.files import LocalFile
 from reflogp.store import UsageError
 from reflogp.store.keys import KEY_TYPE
-from reflogp.store.schema import ARROW_STREAM, stream_bytes
-from reflogp.store.snapshot import QUESTION
+from reflogp.store.schema import ARROW_STREAM, QUESTION, stream_bytes
 from reflogp.store.texts import counted, hide_secrets, short_repr, visible
 
 T = TypeVar("T")

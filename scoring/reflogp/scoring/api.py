@@ -182,7 +182,7 @@ def join(
     command = ScoreArguments(model, "DATA", opened.uri, dtype, settings).command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
-        at = opened.table_of(reference).snapshot(snapshot)
+        at = opened[reference].snapshot(snapshot)
     _say(reason)
     folder = str(resolve_model(model, None))
     loaded = _tokenizer(folder, tokenizer)()
@@ -254,7 +254,7 @@ def report(
     command = ScoreArguments(model, source.name, opened.uri, dtype, settings).command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
-        at = opened.table_of(reference).snapshot(None)
+        at = opened[reference].snapshot(None)
     if progress is not False:
         _say(reason)
     folder = str(resolve_model(model, None))

@@ -25,8 +25,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.request_memory import reservation_of
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
-from reflogp.store.schema import ARROW_STREAM, one_array, stream_buffer
-from reflogp.store.snapshot import QUESTION
+from reflogp.store.schema import ARROW_STREAM, QUESTION, one_array, stream_buffer
 from reflogp.store.texts import counted
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -36,7 +36,7 @@ _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (LedgerDamagedError, 503, "ask an administrator to repair the ledger with the steps listed in this error"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
-    (DamagedStoreError, 503, "ask an administrator to repair the store as described in this error"),
+    (DamagedStoreError, 500, "ask an administrator to repair the store as described in this error"),
     (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
 #: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.

@@ -15,6 +15,7 @@ import pyarrow as pa
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.service.settings import ServerSettings
 from reflogp.store import (
+    DamagedStoreError,
     LogprobTable,
     Reference,
     ReferenceNotFoundError,
@@ -37,12 +38,18 @@ class RegisteredReference:
 
     Attributes:
         name: name in the settings, or None if the reference is only in the store.
-        table: the reference's table in the store, or None if the store has no values for the reference.
+        snapshot: number of the table's latest snapshot, or None if the store has no values for the reference.
+        shards, rows, bytes: size of the table.
+        problem: why the table cannot be read, or None.
     """
 
     name: str | None
     reference: Reference
-    table: LogprobTable | None
+    snapshot: int | None = None
+    shards: int = 0
+    rows: int = 0
+    bytes: int = 0
+    problem: str | None = None
 
 
 class ReferenceRegistry:
@@ -82,9 +89,16 @@ class ReferenceRegistry:
             stored = {}
         listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
         return [
-            RegisteredReference(names.get(key), reference, self.table(key) if key in stored else None)
+            self._described(names.get(key), reference) if key in stored else RegisteredReference(names.get(key), reference)
             for key, reference in sorted(listed.items())
         ]
+
+    def _described(self, name: str | None, reference: Reference) -> RegisteredReference:
+        try:
+            table = self.table(reference.reference_id)
+            return RegisteredReference(name, reference, table.snapshot_number(), *table.totals())
+        except DamagedStoreError as error:  # the other references can still be read
+            return RegisteredReference(name, reference, problem=str(error))
 
     def model_of(self, name_or_id: str) -> Reference:
         """Return the reference in the settings that has the given name or id.
@@ -129,11 +143,11 @@ class ReferenceRegistry:
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired by now
+            if key not in self._tables:
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 try:
-                    self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
+                    self._tables[key] = self.store[named] if named else self.store[key]
                 except UsageError as error:
                     if self._is_something_else():
                         raise

@@ -26,12 +26,10 @@ from reflogp.store.errors import (
     UsageError,
 )
 from reflogp.store.joins import Join, join_logps
-from reflogp.store.keys import example_hash, sequence_keys
+from reflogp.store.keys import sequence_keys
 from reflogp.store.reference import Reference, describe_reference
 
 if TYPE_CHECKING:
-    from reflogp.store.compaction import compact, vacuum
-    from reflogp.store.damage import repair, verify
     from reflogp.store.exchange import export_table, import_folder
     from reflogp.store.snapshot import Snapshot
     from reflogp.store.store import Store
@@ -56,18 +54,13 @@ __all__ = [
     "StoreNotFoundError",
     "StoreUnavailableError",
     "UsageError",
-    "compact",
     "describe_reference",
-    "example_hash",
     "export_table",
     "import_folder",
     "join_logps",
     "read_checkpoint",
-    "repair",
     "resolve_model",
     "sequence_keys",
-    "vacuum",
-    "verify",
 ]
 
 #: Dict from each name that needs deltalake to the module that defines it. A module is imported when one of its names is first
@@ -76,12 +69,8 @@ _WITH_DELTALAKE = {
     "Store": "store",
     "LogprobTable": "table",
     "Snapshot": "snapshot",
-    "compact": "compaction",
     "export_table": "exchange",
     "import_folder": "exchange",
-    "repair": "damage",
-    "vacuum": "compaction",
-    "verify": "damage",
 }
 
 

@@ -13,7 +13,7 @@ ReflogpError                    base class of every error that reflogp raises de
     └── FileChangedError        a file was replaced or written to while it was being read
         └── ContentMismatchError   the file's content does not match the expected id or digest
 
-StoreDamageWarning (a UserWarning): part of the store is damaged and was ignored. The message names that part.
+StoreDamageWarning (a UserWarning): a reference.json is damaged, so its reference is not listed.
 """
 
 
@@ -46,7 +46,7 @@ class DamagedStoreError(StoreError):
 
 
 class StoreDamageWarning(UserWarning):
-    """Part of the store is damaged. The rows in that part count as missing; all other rows can still be read."""
+    """A reference.json is damaged, so its reference is not listed; the other references can still be read."""
 
 
 class ReferenceNotFoundError(StoreError):

@@ -19,15 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from reflogp.store.commands import repair_command
-from reflogp.store.compaction import SHARD_BYTES, merged
 from reflogp.store.digests import Progress
-from reflogp.store.errors import DamagedStoreError, StoreUnavailableError, UsageError
+from reflogp.store.errors import StoreUnavailableError, UsageError
+from reflogp.store.maintenance import SHARD_BYTES, merged_rows
 from reflogp.store.reference import Reference
-from reflogp.store.schema import SCHEMA, problem_of_rows
-from reflogp.store.shard import ShardDamageError
+from reflogp.store.schema import SCHEMA, columns_table, problem_of_rows
+from reflogp.store.shard import write_shard
 from reflogp.store.snapshot import Snapshot
-from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence
+from reflogp.store.storage import STORAGE_ERRORS, sentence
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import counted, shortened
@@ -117,7 +116,7 @@ def export_table(
 ) -> tuple[int, int]:
     """Export a snapshot: write its rows to a folder as Parquet files, together with a README.md and two JSON files.
 
-    The files `data/*.parquet` have one row per key and are sorted by key. reference.json describes the reference model, and
+    The files `data/*.parquet` have one row per key. reference.json describes the reference model, and
     contents.json lists the digests of the other files.
 
     The folder can be read with `datasets.load_dataset(folder)`, and its data files with any Parquet reader.
@@ -147,16 +146,13 @@ def export_table(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{folder} exists and is not an empty folder; choose another folder")
     snapshot = snapshot or table.snapshot()
-    shards = [table.shard(path) for path in snapshot.rows_of]
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        sizes = list_files(table.filesystem)
-        parts = max(1, round(sum(sizes.get(path, 0) for path in snapshot.rows_of) / SHARD_BYTES))
         (partial / _DATA).mkdir(parents=True)
         rows, files, tokens = 0, 0, 0
         made: Counter[str] = Counter()
-        for part in merged(shards, parts):
-            pq.write_table(part, partial / _DATA / f"part-{files:05}.parquet", compression="zstd")
+        for part in merged_rows(table, snapshot, SHARD_BYTES):
+            write_shard(part, partial / _DATA / f"part-{files:05}.parquet")
             rows, files, tokens = rows + len(part), files + 1, tokens + (pc.sum(part["scored_len"]).as_py() or 0)
             for entry in part["provenance"].value_counts().to_pylist():
                 made[entry["values"]] += entry["counts"]
@@ -175,10 +171,6 @@ def export_table(
         if target.exists():
             target.rmdir()
         partial.replace(target)
-    except ShardDamageError as error:
-        raise DamagedStoreError(
-            f"a shard is damaged ({error}). Before an export or a push, repair the table: {repair_command(table.uri)}"
-        ) from error
     except STORAGE_ERRORS as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:
@@ -322,14 +314,7 @@ tags:
 
 The files contain log-probabilities, token counts and hashes of token ids, but none of the dataset's text and no weights.
 
-| column | type | meaning |
-| --- | --- | --- |
-| `key` | binary | 16 bytes that identify a sequence by its token ids |
-| `prompt_len`, `completion_len` | int32 | number of tokens in the prompt and in the whole completion |
-| `scored_len` | int32 | number of values in `token_logps`, one for each of the first `scored_len` tokens of the completion |
-| `token_logps` | list of float32 | log p(token given all tokens before it), in nats |
-| `logp_sum` | float64 | sum of `token_logps` |
-| `provenance` | string | JSON: how the values were computed |
+{columns_table()}
 
 Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
 

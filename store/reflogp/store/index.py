@@ -1,13 +1,12 @@
 """Look up keys in a sorted index. If several rows have the same key, the lookup finds the row with the most log-probs.
 
-An index consists of layers. If several layers have an entry for a key, the entry with the most log-probs is used. An index is
-either kept in memory, for all keys of a snapshot, or built for a single lookup, from only the row groups that can contain the
-lookup's keys. This module reads no files.
+An index consists of layers. If several layers have an entry for a key, the entry with the most log-probs is used. This module
+reads no files.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -57,23 +56,20 @@ class Places:
         """Return the results at the indices `order`, in that order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
-    def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
+    def improve(self, layer: Layer, hi: Words, lo: Words) -> None:
         """Look up keys in one more layer. If the layer's row for a key has more values than the key's current result, replace
         that result.
 
         Args:
             layer: the layer to search.
             hi, lo: first and second 64-bit word of each key to look up.
-            asked: for each key to look up, the index of its result in this object, or None if key i has result i.
         """
         if not len(layer.hi) or not len(hi):
             return
         at = layer.positions(hi, lo)
-        own = self.length if asked is None else self.length[asked]
-        better = np.flatnonzero((at >= 0) & (layer.length[at] > own))
-        into = better if asked is None else asked[better]
+        better = np.flatnonzero((at >= 0) & (layer.length[at] > self.length))
         for field in fields(self):
-            getattr(self, field.name)[into] = getattr(layer, field.name)[at[better]]
+            getattr(self, field.name)[better] = getattr(layer, field.name)[at[better]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,7 @@ class Layer:
     Attributes:
         hi, lo: first and second 64-bit word of each key; see `keys_as_words`.
         length, total, file, row: as in `Places`.
+        omits_rows: whether rows have no entry, because another row of their key has at least as many log-probs.
     """
 
     hi: Words
@@ -91,21 +88,20 @@ class Layer:
     total: npt.NDArray[np.float64]
     file: npt.NDArray[np.int32]
     row: npt.NDArray[np.int32]
+    omits_rows: bool = False
 
     @classmethod
-    def of(cls, columns: pa.Table, file: int, rows: npt.NDArray[np.int32] | None = None) -> Layer:
-        """Build a layer from one shard's index columns.
-
-        Args:
-            columns: table with the columns key, scored_len and logp_sum.
-            file: index of the shard.
-            rows: for each row of `columns`, its index in the shard; None if the indices are 0, 1, 2, ….
-        """
+    def of(cls, columns: pa.Table, file: int) -> Layer:
+        """Build a layer from the columns key, scored_len and logp_sum of the shard with the number `file`."""
         hi, lo = keys_as_words(columns["key"])
-        if rows is None:
-            rows = np.arange(len(hi), dtype=np.int32)
+        rows = np.arange(len(hi), dtype=np.int32)
         length, total = columns["scored_len"].to_numpy(), columns["logp_sum"].to_numpy()
         return cls.merged([cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)])
+
+    def without(self, files: list[int]) -> Layer:
+        """Return a layer without the entries of the given shards."""
+        kept = ~np.isin(self.file, files)
+        return self if kept.all() else replace(self, **{name: getattr(self, name)[kept] for name in _ARRAYS})
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
@@ -115,16 +111,17 @@ class Layer:
         if not there:
             none = np.zeros(0, np.int32)
             return cls(none.astype(np.uint64), none.astype(np.uint64), none, none.astype(np.float64), none, none)
-        names = [field.name for field in fields(cls)]
-        parts = {name: [getattr(layer, name) for layer in there] for name in names}
+        omits_rows = any(layer.omits_rows for layer in there)
+        parts = {name: [getattr(layer, name) for layer in there] for name in _ARRAYS}
         del there
-        joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
+        joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in _ARRAYS}
         hi = joined["hi"]
-        if not (hi[1:] > hi[:-1]).all():  # not needed if layers do not overlap, as after compaction
-            kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
-            for name in names:
+        if not (hi[1:] > hi[:-1]).all():
+            kept = each_key_once(hi, joined["lo"], joined["length"])
+            omits_rows |= len(kept) < len(hi)
+            for name in _ARRAYS:
                 joined[name] = joined[name][kept]
-        return cls(**joined)
+        return cls(**joined, omits_rows=omits_rows)
 
     def positions(self, hi: Words, lo: Words) -> Int64s:
         """Return the index of each key in this layer, int64 of shape (n,); -1 if the layer lacks the key."""
@@ -140,7 +137,10 @@ class Layer:
         return np.where(hit, at, -1)
 
 
-def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
+_ARRAYS = tuple(field.name for field in fields(Layer) if field.name != "omits_rows")
+
+
+def each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
     """For each key, in ascending order of the keys, return the index of the key's entry with the most log-probs."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]

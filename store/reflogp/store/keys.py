@@ -131,24 +131,6 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
     return pa.FixedSizeBinaryArray.from_buffers(KEY_TYPE, len(prompts), [None, pa.py_buffer(bytes(out))])
 
 
-def example_hash(keys: Sequence[bytes]) -> bytes:
-    """Return the example hash of a dataset row: the concatenated keys of its sequences.
-
-    Args:
-        keys: n keys of 16 bytes each, from `sequence_keys`, in the order of the sequences.
-
-    Returns:
-        16 * n bytes.
-
-    Examples:
-        >>> from reflogp.store import example_hash, sequence_keys
-        >>> keys = sequence_keys([[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])  # chosen, rejected
-        >>> len(example_hash(keys.to_pylist()))
-        32
-    """
-    return b"".join(keys)
-
-
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Return two uint64 arrays of shape (n,): the first and the last 8 bytes of each key, read as big-endian numbers.
 

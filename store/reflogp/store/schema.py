@@ -1,12 +1,14 @@
-"""Define the Arrow schema of shards, build and check tables with this schema, and encode tables as Arrow IPC streams.
+"""Declare the columns of shards, build and check tables with these columns, and encode tables as Arrow IPC streams.
 
-reflogp's processes exchange tables as Arrow IPC streams, for example over HTTP.
+The Arrow schema, the table in docs/store-format.md and the README of an export follow from COLUMNS. reflogp's processes
+exchange tables as Arrow IPC streams, for example over HTTP.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,19 +21,33 @@ from reflogp.store.texts import counted
 #: Number of the store format (docs/store-format.md). A store with a higher number is refused.
 FORMAT = 1
 
-#: The columns of a shard. Delta Lake has neither fixed-size binary nor unsigned integers. Therefore, keys have the
-#: type binary, and lengths have the type int32.
-SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.binary(), nullable=False),
-        pa.field("prompt_len", pa.int32(), nullable=False),
-        pa.field("completion_len", pa.int32(), nullable=False),
-        pa.field("scored_len", pa.int32(), nullable=False),
-        pa.field("token_logps", pa.list_(pa.float32()), nullable=False),
-        pa.field("logp_sum", pa.float64(), nullable=False),
-        pa.field("provenance", pa.string(), nullable=False),
-    ]
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a shard: its name, its Arrow type, and what its values mean, with their unit."""
+
+    name: str
+    type: pa.DataType
+    meaning: str
+
+
+#: The columns of a shard. Delta Lake has neither fixed-size binary nor unsigned integers: keys are binary, and lengths int32.
+COLUMNS = (
+    Column("key", pa.binary(), "16 bytes that identify a sequence by its token ids"),
+    Column("prompt_len", pa.int32(), "number of tokens in the prompt"),
+    Column("completion_len", pa.int32(), "number of tokens in the whole completion"),
+    Column("scored_len", pa.int32(), "number of values in `token_logps`, one for each of the completion's first tokens"),
+    Column("token_logps", pa.list_(pa.float32()), "log p(token given all tokens before it), at temperature 1, in nats"),
+    Column("logp_sum", pa.float64(), "float64 sum of `token_logps`, in nats"),
+    Column("provenance", pa.string(), "JSON: engine, versions, device, kernels"),
 )
+SCHEMA = pa.schema([pa.field(column.name, column.type, nullable=False) for column in COLUMNS])
+
+
+def columns_table() -> str:
+    """Return a Markdown table that describes the columns."""
+    rows = [f"| `{column.name}` | {column.type} | {column.meaning} |" for column in COLUMNS]
+    return "\n".join(["| column | type | meaning |", "| --- | --- | --- |", *rows])
 
 
 def shard_table(
@@ -114,6 +130,9 @@ def one_array(array: Any) -> Any:
         return array.chunk(0)
     return pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
 
+
+#: Arrow schema of the keys in a lookup over HTTP.
+QUESTION = pa.schema([pa.field("key", pa.binary(16), nullable=False)])
 
 #: Media type of an Arrow IPC stream (www.iana.org/assignments/media-types).
 ARROW_STREAM = "application/vnd.apache.arrow.stream"

@@ -1,7 +1,7 @@
 """Access a store's files, in a local folder or an object store, through an Arrow filesystem.
 
-Files are accessed through delta-rs' object store client, so that the same credentials work for data files, reference.json and
-the Delta log. As an exception, `open_for_reading` reads local folders without delta-rs.
+Object stores are accessed through delta-rs' client, so that the same credentials work for data files, reference.json and the
+Delta log.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,13 +20,22 @@ from deltalake.fs import DeltaStorageHandler
 from reflogp.store.errors import StoreUnavailableError, UsageError
 
 #: Errors that delta-rs and Arrow raise when I/O fails.
-STORAGE_ERRORS = (OSError, ValueError, DeltaError)
+STORAGE_ERRORS = (OSError, pa.ArrowInvalid, DeltaError)
 
 #: Description of where a store can be, shown in help texts and error messages. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or an s3://, gs:// or az:// URI"
 #: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects. Arrow passes bytes objects to them only if each
 #: write fits in Arrow's buffer.
 _WRITE_BUFFER = 1 << 20
+
+
+@contextlib.contextmanager
+def translate_errors(what: str) -> Iterator[None]:
+    """Within the block, replace the storage's errors by StoreUnavailableError. Its message begins with `what`."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise StoreUnavailableError(f"{what}: {sentence(error)}") from error
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
@@ -73,16 +83,15 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return an Arrow filesystem that uses delta-rs and whose root is `uri`.
-
-    A file appears at its path only when its output stream is closed. If the process is killed before that, the file does not
-    appear. If an error closes the stream early, an incomplete file can appear. `write_file` deletes such a file.
+    """Return an Arrow filesystem whose root is `uri`: Arrow's own for a local folder, and delta-rs' for an object store.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
+    if is_local(uri):
+        return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem())
     try:
         return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
-    except STORAGE_ERRORS as error:
+    except (*STORAGE_ERRORS, ValueError) as error:
         if "Unknown scheme" in str(error):  # delta-rs' own message lists about fifty schemes
             raise UsageError(f"store {uri}: the scheme is not supported; use {PLACES}") from error
         raise
@@ -94,14 +103,6 @@ def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)
-
-
-def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return a filesystem for reading.
-
-    For a local folder, this is Arrow's own filesystem, which is faster than the one from `open_filesystem`.
-    """
-    return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
 
 
 def make_folder(uri: str) -> None:
@@ -119,8 +120,7 @@ def make_folder(uri: str) -> None:
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
     """Write a file. If an error interrupts the write, delete the file at `path`.
 
-    The file appears at `path` only when the output stream is closed: delta-rs then renames its temporary file (in a local
-    folder) or completes the upload (to an object store). An error also closes the stream, so an incomplete file can appear.
+    In an object store, the file appears at `path` only when it is complete.
     """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
@@ -131,15 +131,6 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
         with contextlib.suppress(*STORAGE_ERRORS):
             filesystem.delete_file(path)
         raise
-
-
-def unfinished_files(uri: str) -> list[Path]:
-    """Return the incomplete files left behind by writes that failed or were interrupted.
-
-    In a local folder, delta-rs writes a file under a temporary name such as `NAME#1`, and renames it when it is complete.
-    The list is empty for object stores.
-    """
-    return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 
 
 def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:

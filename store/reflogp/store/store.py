@@ -7,20 +7,20 @@ which the model's log-probs in the store were computed.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from reflogp.store import log, storage
+from reflogp.store import storage
 from reflogp.store.digests import Progress
 from reflogp.store.errors import (
     DamagedStoreError,
     ReferenceNotFoundError,
     StoreDamageWarning,
     StoreNotFoundError,
-    StoreUnavailableError,
     UsageError,
 )
 from reflogp.store.reference import AUTO, Reference, describe_all_numerics, describe_reference
@@ -42,7 +42,7 @@ class Store:
         >>> from reflogp.store import Store
         >>> store = Store("./logps")
         >>> for reference in store.references():
-        ...     print(reference.name, reference.dtype, store.table(reference.reference_id).snapshot())
+        ...     print(reference.name, reference.dtype, store[reference].snapshot())
         sft-model bfloat16 Snapshot(... of reference ...: ... rows in ...)
     """
 
@@ -65,9 +65,9 @@ class Store:
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
-        if storage.is_local(self.uri) and not Path(self.uri).is_dir():
+        if not storage.may_exist(self.uri):
             raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
-        try:
+        with storage.translate_errors(f"the store {self.uri} cannot be read"):
             entries = self._entries()
             found, damaged = [], 0
             for folder in sorted(name for name, kind in entries.items() if kind == pafs.FileType.Directory):
@@ -77,76 +77,60 @@ class Store:
                 except DamagedStoreError as error:  # the other references can still be read
                     warnings.warn(str(error), StoreDamageWarning, stacklevel=2)
                     damaged += 1
-        except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
             raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
         if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: it contains no folder with a reference.json")
         return found
 
-    def table(self, reference_id: str) -> LogprobTable:
+    def __getitem__(self, reference: Reference | str) -> LogprobTable:
         """Return the table of a reference in the store.
 
         Args:
-            reference_id: id of the reference, 32 hex digits.
+            reference: the reference, as returned by `describe_reference`, its id (32 hex digits), or the name of its model, if
+                the store has one reference with this name.
 
         Raises:
             StoreNotFoundError: there is no store at the URI.
-            UsageError: the URI points to something that is not a store.
-            ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references.
-            DamagedStoreError: the reference.json of this reference is damaged, or the table has shards but no log.
+            UsageError: the URI points to something that is not a store, or several references have the name.
+            ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references; if the
+                store has values of the same model in other dtypes, it names these dtypes.
+            DamagedStoreError: the reference.json of this reference or the table's log is damaged.
             StoreUnavailableError: the store cannot be read.
             StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
-        try:
-            reference = self._read_reference(reference_id)
-        except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
-        if reference is None:
+        reference_id = reference.reference_id if isinstance(reference, Reference) else reference
+        with storage.translate_errors(f"the store {self.uri} cannot be read"):
+            found = self._read_reference(reference_id) if re.fullmatch("[0-9a-f]{32}", reference_id) else None
+        if found is None:
             others = self.references()
-            # Another process may have created the table in the meantime.
-            reference = next((other for other in others if other.reference_id == reference_id), None)
-        if reference is None:
-            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in others) or "none"
-            raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; its references: {there}")
-        return LogprobTable(self._table_uri(reference_id), reference, self._options)
+            named = [other for other in others if reference in (other, other.name)]
+            if len(named) > 1:
+                ids = ", ".join(f"{other.reference_id} ({other.dtypes()})" for other in named)
+                raise UsageError(f"the store {self.uri} has several references named {reference}: pass one of the ids {ids}")
+            if not named:
+                raise self._not_found(reference, others)
+            [found] = named
+        return LogprobTable(self._table_uri(found.reference_id), found, self._options)
 
-    def table_of(self, reference: Reference) -> LogprobTable:
-        """Return the table of a reference.
-
-        Args:
-            reference: the reference, as returned by `describe_reference`.
-
-        Raises:
-            ReferenceNotFoundError: the store has no table for this reference. If it has values of the same model in other
-                dtypes, the message names these dtypes.
-
-        The other errors are the same as for `table`.
-        """
-        try:
-            return self.table(reference.reference_id)
-        except ReferenceNotFoundError as error:
-            others = self.references()
-            # Another process may have created the table in the meantime.
-            if any(other.reference_id == reference.reference_id for other in others):
-                return self.table(reference.reference_id)
-            same = [
-                other
-                for other in others
-                if (other.weights, other.config, other.adapter) == (reference.weights, reference.config, reference.adapter)
-            ]
-            hint = ""
-            if same:
-                there = " and in ".join(other.dtypes() for other in same)
-                hint = (
-                    f"; the store has values of the same model in {there} (to use them, set --dtype, or dtype= in Python)"
-                    f"{_logits_option(same)}"
-                )
-            raise ReferenceNotFoundError(
-                f"there are no values of {reference.name} in {reference.dtypes()}: {error}{hint}"
-            ) from error
+    def _not_found(self, reference: Reference | str, others: Sequence[Reference]) -> ReferenceNotFoundError:
+        there = ", ".join(f"{other.reference_id} ({other.name}, {other.dtype})" for other in others) or "none"
+        if isinstance(reference, str):
+            return ReferenceNotFoundError(f"the store {self.uri} has no reference {reference}; its references: {there}")
+        wanted = (reference.weights, reference.config, reference.adapter)
+        same = [other for other in others if (other.weights, other.config, other.adapter) == wanted]
+        hint = ""
+        if same:
+            dtypes = " and in ".join(other.dtypes() for other in same)
+            hint = (
+                f"; the store has values of the same model in {dtypes} (to use them, set --dtype, or dtype= in Python)"
+                f"{_logits_option(same)}"
+            )
+        return ReferenceNotFoundError(
+            f"the store {self.uri} has no values of {reference.name} in {reference.dtypes()} (reference "
+            f"{reference.reference_id}); its references: {there}{hint}"
+        )
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
         """Return the references in `candidates` for which the store has a table. The list is empty if there is no store at the
@@ -159,14 +143,12 @@ class Store:
             StoreUnavailableError: the store cannot be read.
         """
         self._refuse_what_is_no_store()
-        try:
-            if storage.is_local(self.uri) and not Path(self.uri).is_dir():
-                return []
+        if not storage.may_exist(self.uri):
+            return []
+        with storage.translate_errors(f"the store {self.uri} cannot be read"):
             entries = self._entries()
             there = [reference for reference in candidates if reference.reference_id in entries]
             return [reference for reference in there if self._read_reference(reference.reference_id) is not None]
-        except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
         """Return the table of `reference`. Create the table if it does not exist, and check that it can be written to.
@@ -184,7 +166,7 @@ class Store:
         folder = f"{self.uri}/{reference.reference_id}"
         storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
         uri = self._table_uri(reference.reference_id)
-        try:
+        with storage.translate_errors(f"the store {self.uri} cannot be written"):
             known = self._read_reference(reference.reference_id)
             try:
                 table = LogprobTable(uri, known or reference, self._options)
@@ -195,8 +177,6 @@ class Store:
             if known is None:  # written last, so that every folder with a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
-        except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         return table
 
     def _refuse_what_is_no_store(self) -> None:
@@ -209,10 +189,8 @@ class Store:
                 raise UsageError(f"{self.uri} is a model folder; choose a different folder for the store")
             is_table = Path(self.uri, "_delta_log").exists()
         else:
-            try:
-                is_table = self._root().get_file_info(log.entry_path(0)).type != pafs.FileType.NotFound
-            except storage.STORAGE_ERRORS as error:
-                raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+            with storage.translate_errors(f"the store {self.uri} cannot be read"):
+                is_table = any(path.endswith(".json") for path in storage.list_files(self._root(), "_delta_log"))
         if is_table:
             raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
@@ -292,9 +270,6 @@ def choose_reference(
         raise several_held(store.uri, model, held)
     if otherwise is None:
         others = store.references()
-        # Another process may have created a table in the meantime.
-        if {made.reference_id for made in described} & {other.reference_id for other in others}:
-            return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "none"
         raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; its references: {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)

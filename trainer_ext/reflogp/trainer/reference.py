@@ -246,11 +246,11 @@ class StoreValues:
     def open(cls, source: Reference, model: str, policy_dtype: str) -> StoreValues:
         store = Store(source.location)
         if _is_id(model):
-            table = store.table(model)
+            table = store[model]
             return cls(store, table.reference.name, table.reference, table.snapshot(source.snapshot))
         reference = source.choose(model, store.held, policy_dtype)
         try:
-            return cls(store, model, reference, store.table_of(reference).snapshot(source.snapshot))
+            return cls(store, model, reference, store[reference].snapshot(source.snapshot))
         except (ReferenceNotFoundError, StoreNotFoundError) as error:
             return cls(store, model, reference, None, note=str(error))
 

@@ -161,7 +161,7 @@ def write_report(
 
     noun, coverage = "pair" if collected.pairs else "row", collected.coverage
     said = [
-        *findings.coverage_findings(coverage, score, snapshot.repair_command() if snapshot.damaged else None),
+        *findings.coverage_findings(coverage, score),
         *findings.value_findings(collected, len(dataset.tokenizer)),
         *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
         *findings.truncation_findings(at, max_length is not None, enough, noun),

@@ -40,18 +40,14 @@ class Finding:
     command: str | None = None
 
 
-def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> list[Finding]:
+def coverage_findings(coverage: Coverage, score: str) -> list[Finding]:
     """Return findings about rows with and without values, bad rows, and empty prompts.
 
     Args:
         coverage: counts of examples with and without values.
         score: command that scores the missing rows.
-        repair: command that repairs the store and must be run before `score`; None if the store is not damaged.
     """
     found = []
-    if repair:
-        text = "The store is damaged, and damaged values count as missing. Before you score any rows, repair the store:"
-        found.append(Finding("fix", text, repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
         others = "The log-probs below are for the other rows."

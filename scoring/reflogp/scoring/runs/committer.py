@@ -11,7 +11,7 @@ import pyarrow as pa
 from reflogp.scoring.torch_engine.sequences import Logps, Sequence
 from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
-from reflogp.store.compaction import compact_if_many, small_shards_allowed
+from reflogp.store.maintenance import small_shards_allowed
 from reflogp.store.schema import shard_table
 
 #: Maximum numbers of sequences and of seconds between two commits. A crash loses the work since the last commit.
@@ -60,5 +60,5 @@ class Committer:
             )
             snapshot = self._table.append(rows).snapshot
             commit.set(snapshot=snapshot)
-            compact_if_many(self._table, self._small_shards)
+            self._table.compact_if_many(self._small_shards)
         return snapshot

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
+from reflogp.service.answers import answer_messages, answer_parts, answer_table
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
@@ -33,7 +34,7 @@ from reflogp.store import Snapshot
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
 from reflogp.store.schema import ARROW_STREAM
 from reflogp.store.shard import READ_BYTES
-from reflogp.store.snapshot import Found, answer_messages, answer_parts, answer_table
+from reflogp.store.snapshot import Found
 from reflogp.store.texts import hide_secrets
 
 #: The token values in one batch of a response take at most _BATCH_BYTES, and at most 1/_BATCH_PART of the memory for all
@@ -119,8 +120,8 @@ def lookups_router(context: Context) -> APIRouter:
                     model=hide_secrets(entry.reference.name),
                     dtype=entry.reference.dtype,
                     lm_head_dtype=entry.reference.lm_head_dtype,
-                    snapshot=entry.table.snapshot_number() if entry.table else None,
-                    sequences=entry.table.totals()[1] if entry.table else 0,
+                    snapshot=entry.snapshot,
+                    sequences=entry.rows,
                 )
                 for entry in registry.list()
             ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
 from typing import get_args
@@ -25,11 +24,9 @@ from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
 from reflogp.service.pages import api, charts
 from reflogp.service.problems import Problem, problem_of
-from reflogp.service.registry import RegisteredReference
 from reflogp.service.settings import Scope
 from reflogp.service.sites import is_of_own_page
 from reflogp.store import ReflogpError, texts
-from reflogp.store.commands import repair_command
 from reflogp.store.texts import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
@@ -69,31 +66,6 @@ def pages_router(context: Context) -> APIRouter:
     router.post("/signout")(pages.shown(pages.sign_out, None))
     router.get("/static/{name}")(pages.static)
     return router
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A registered reference, with the size of its table in the store.
-
-    Attributes:
-        snapshot: number of the table's latest snapshot, or None if the store has no values for the reference.
-        repair: command that repairs the table's log, or None if the log is intact.
-    """
-
-    shelved: RegisteredReference
-    snapshot: int | None
-    shards: int
-    rows: int
-    bytes: int
-    repair: str | None
-
-    @classmethod
-    def of(cls, shelved: RegisteredReference) -> _Held:
-        table = shelved.table
-        if table is None:
-            return cls(shelved, None, 0, 0, 0, None)
-        number = table.snapshot_number()
-        return cls(shelved, number, *table.totals(), repair_command(table.uri) if table.log_is_damaged else None)
 
 
 class _Pages:
@@ -171,10 +143,14 @@ class _Pages:
         return RedirectResponse(f"/jobs/{job.id}", HTTPStatus.SEE_OTHER)
 
     async def references(self, request: Request, who: str) -> Response:
-        return self._page("references.html", who, entries=await to_thread.run_sync(self._held))
+        return self._page("references.html", who, entries=await to_thread.run_sync(self._context.registry.list))
 
     async def store(self, request: Request, who: str) -> Response:
-        entries = [entry for entry in await to_thread.run_sync(self._held) if entry.snapshot is not None]
+        entries = [
+            entry
+            for entry in await to_thread.run_sync(self._context.registry.list)
+            if entry.snapshot is not None or entry.problem
+        ]
         return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.registry.store.uri))
 
     async def api(self, request: Request, who: str) -> Response:
@@ -265,9 +241,6 @@ class _Pages:
         )
         response.headers.update(problem.headers or {})
         return response
-
-    def _held(self) -> list[_Held]:
-        return [_Held.of(entry) for entry in self._context.registry.list()]
 
     def _static_url(self, name: str) -> str:
         return f"/static/{name}?v={hashlib.sha256(self._files[name]).hexdigest()[:12]}"

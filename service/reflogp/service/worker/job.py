@@ -316,7 +316,7 @@ def _attempt(
             with span("write result"):
                 write_result(
                     dataset,
-                    place.store.table(reference.reference_id).snapshot(),
+                    place.store[reference.reference_id].snapshot(),
                     settings,
                     progress.problems,
                     Path(order.result),

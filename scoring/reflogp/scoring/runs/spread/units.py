@@ -398,7 +398,7 @@ class ScoringWorker:
                 f"{self._model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}; use the same weights on every machine"
             )
-        table = Store(self._store).table(wanted.reference_id)
+        table = Store(self._store)[wanted.reference_id]
         vision = VisionCache(str(folder), self._choice.trust_remote_code)
         self._units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
         return self._units.provenance

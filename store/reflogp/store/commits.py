@@ -1,0 +1,295 @@
+"""Read and write the Delta log of one reference model's table.
+
+reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
+the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since.
+
+A file that was written for a failed commit is not deleted, because the commit may have succeeded although its response was
+lost. If it failed, a vacuum deletes the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, CommitProperties, RemoveAction
+
+from reflogp.store import storage
+from reflogp.store.errors import DamagedStoreError, ReferenceNotFoundError, StoreUnavailableError, UsageError
+from reflogp.store.reference import Reference, check_format
+from reflogp.store.schema import FORMAT, SCHEMA
+from reflogp.store.shard import Shard, write_shard
+from reflogp.store.texts import short_repr
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Maximum number of seconds to retry a commit while other writers keep committing first.
+_PATIENCE = 900.0
+#: Maximum pause before a retry, in seconds, and the number of retries after which this maximum starts to decrease.
+_LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
+#: Name of the setting in which a Delta table records the store's format number.
+_FORMAT_SETTING = "reflogp.format"
+_LOG_FOLDER = "_delta_log"
+_HOW_TO_GO_ON = f"Restore {_LOG_FOLDER} from a copy, or move the folder away and score again"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A shard of a table: its path, its size in bytes, its number of rows, and the time when its newest rows were written, in
+    milliseconds since 1970."""
+
+    path: str
+    size: int
+    rows: int
+    time: int
+
+
+def in_turn(method: F) -> F:
+    """Make a TableLog method wait while another thread runs a method with this decorator on the same table."""
+
+    @functools.wraps(method)
+    def waiting(table: TableLog, *args: Any, **keywords: Any) -> Any:
+        with table._turn:
+            return method(table, *args, **keywords)
+
+    return cast(F, waiting)
+
+
+class TableLog:
+    """The Delta log and the files of one reference model's table.
+
+    Args:
+        uri: folder or object store prefix of the Delta table.
+        reference: the reference model of the table.
+        options: delta-rs storage options.
+
+    Raises:
+        ReferenceNotFoundError: there is no table yet.
+        DamagedStoreError: the Delta log cannot be read.
+        StoreUnavailableError: the storage cannot be reached.
+    """
+
+    def __init__(self, uri: str, reference: Reference, options: dict[str, str] | None = None) -> None:
+        self.uri = uri
+        self.reference = reference
+        self._options = options
+        self._turn = threading.RLock()
+        if not storage.may_exist(uri):
+            raise self._nothing_yet()
+        self.filesystem = storage.open_filesystem(uri, options)
+        self._delta = self._open()
+
+    def __repr__(self) -> str:
+        model = f"{self.reference.name} in {self.reference.dtype}"
+        return short_repr(type(self).__name__, f"{model}, reference {self.reference.reference_id}, {self.uri}")
+
+    @staticmethod
+    def create(uri: str, options: dict[str, str] | None = None) -> None:
+        """Create the Delta table if it does not exist. Two processes can safely create the same table at the same time."""
+        try:
+            DeltaTable.create(
+                uri,
+                SCHEMA,
+                mode="ignore",
+                storage_options=options,
+                name="reflogp",
+                configuration={_FORMAT_SETTING: str(FORMAT)},
+                raise_if_key_not_exists=False,
+            )
+        except DeltaError as error:
+            if not DeltaTable.is_deltatable(uri, options):
+                raise StoreUnavailableError(f"the store {uri} cannot be created: {storage.sentence(error)}") from error
+
+    @in_turn
+    def snapshot_number(self) -> int:
+        """Return the number of the latest snapshot."""
+        self._refresh()
+        return int(self._delta.version())
+
+    @in_turn
+    def shards(self) -> list[Written]:
+        """Return the shards of the latest snapshot, the oldest rows first. Only the Delta log is read."""
+        self._refresh()
+        return shards_of(self._delta)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Return the numbers of shards, rows and bytes in the latest snapshot. Only the Delta log is read."""
+        shards = self.shards()
+        return len(shards), sum(shard.rows for shard in shards), sum(shard.size for shard in shards)
+
+    def shard(self, path: str) -> Shard:
+        """Return an object that reads the shard at this path."""
+        return Shard(self.filesystem, path)
+
+    @in_turn
+    def delta(self) -> DeltaTable:
+        """Return the DeltaTable at its latest version, for delta-rs operations."""
+        self._refresh()
+        return self._delta
+
+    @in_turn
+    def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
+        """Remove the `removed` shards from the table and add the `added` shards, in one commit.
+
+        Other writers may append rows at the same time. If another process has already removed one of the `removed` shards,
+        nothing is committed, and the result is False.
+
+        Raises StoreUnavailableError if the commit cannot be written, and DamagedStoreError if the log is damaged.
+        """
+        with storage.translate_errors(f"the store {self.uri} cannot be written"):
+            for _ in self._attempts():
+                if not set(removed) <= {shard.path for shard in shards_of(self._delta)}:
+                    return False
+                if self._commit(added, removed):
+                    return True
+        raise AssertionError("unreachable: the last attempt to commit returns or raises an error")
+
+    def write(self, rows: pa.Table, when: int | None = None) -> Written:
+        """Write rows as a shard without committing it. `when` is the time of the newest rows, if it is not now."""
+        path = f"shard-{uuid.uuid4()}.parquet"
+        sink = pa.BufferOutputStream()
+        write_shard(rows, sink)
+        data = sink.getvalue()
+        storage.write_file(self.filesystem, path, data)
+        return Written(path, data.size, len(rows), when or int(time.time() * 1000))
+
+    def check_writable(self) -> None:
+        """Check that the store can be written to, by writing and deleting a small file.
+
+        Call this method before values are computed, because a failed write would lose them.
+
+        Raises StoreUnavailableError if the file cannot be written.
+        """
+        probe = f"probe-{uuid.uuid4()}"
+        with storage.translate_errors(f"the store {self.uri} cannot be written"):
+            storage.write_file(self.filesystem, probe, b"reflogp")
+            self.filesystem.delete_file(probe)
+
+    def _open(self) -> DeltaTable:
+        try:
+            delta = DeltaTable(self.uri, storage_options=self._options)
+        except TableNotFoundError as error:
+            if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
+                raise DamagedStoreError(
+                    f"{self.uri} has shards but no _delta_log: part of the folder was deleted. {_HOW_TO_GO_ON}"
+                ) from error
+            raise self._nothing_yet() from error
+        except storage.STORAGE_ERRORS as error:
+            raise self._unreadable(error) from error
+        setting = str(delta.metadata().configuration.get(_FORMAT_SETTING))
+        if not setting.isdecimal():
+            raise UsageError(f"{self.uri} is a Delta table that reflogp did not create; nothing was read or written")
+        check_format(int(setting))
+        self._refuse_empty_entries()
+        return delta
+
+    def _nothing_yet(self) -> ReferenceNotFoundError:
+        return ReferenceNotFoundError(
+            f"the store has no values yet for reference {self.reference.reference_id} ({self.reference.name})"
+        )
+
+    def _refuse_empty_entries(self, since: int | None = None) -> None:
+        """Raise DamagedStoreError if a log entry is empty, as after a power failure: delta-rs reads such an entry as a commit
+        without rows.
+
+        Args:
+            since: number of the first entry to check; None for all entries after the last checkpoint.
+        """
+        if since is None:
+            sizes = storage.list_files(self.filesystem, _LOG_FOLDER)
+            summed = max((path for path in sizes if ".checkpoint" in path), default="")
+            empty = [path for path, size in sizes.items() if path.endswith(".json") and not size and path > summed]
+        else:
+            paths = [f"{_LOG_FOLDER}/{number:020}.json" for number in range(since, int(self._delta.version()) + 1)]
+            empty = [entry.path for entry in self.filesystem.get_file_info(paths) if entry.size == 0]
+        if empty:
+            raise DamagedStoreError(f"the log entry {self.uri}/{empty[0]} is empty. {_HOW_TO_GO_ON}")
+
+    def _unreadable(self, error: BaseException) -> DamagedStoreError | StoreUnavailableError:
+        """Return the error to raise if delta-rs cannot read the log. If its files can be read, the log is damaged."""
+        try:
+            for path in storage.list_files(self.filesystem, _LOG_FOLDER):
+                storage.read_file(self.filesystem, path)
+        except storage.STORAGE_ERRORS:
+            return StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}")
+        return DamagedStoreError(f"the log {self.uri}/{_LOG_FOLDER} is damaged: {storage.sentence(error)}. {_HOW_TO_GO_ON}")
+
+    def _refresh(self) -> None:
+        before = int(self._delta.version())
+        try:
+            self._delta.update_incremental()
+            if self._delta.version() > before:
+                try:
+                    self._refuse_empty_entries(before + 1)
+                except DamagedStoreError:
+                    self._delta.load_as_version(before)  # so that the next call checks the entries again
+                    raise
+        except storage.STORAGE_ERRORS as error:
+            raise self._unreadable(error) from error
+
+    def _attempts(self) -> Iterator[None]:
+        """Yield once for each attempt to commit, after loading the table's latest version.
+
+        An attempt fails if another writer commits after the load and before the attempt commits. To keep this interval short,
+        this method pauses before the load, not after it. After several failed attempts, the pauses become shorter.
+
+        Raises StoreUnavailableError after _PATIENCE seconds, or if an attempt failed although nobody else committed.
+        """
+        end = time.monotonic() + _PATIENCE
+        for attempt in count():
+            if attempt:
+                time.sleep(random.uniform(0, _LONGEST_PAUSE / attempt if attempt > _EARLY_TRIES else _LONGEST_PAUSE))
+            if time.monotonic() > end:
+                break
+            before = self._delta.version()
+            self._refresh()
+            if attempt and self._delta.version() == before:
+                raise StoreUnavailableError(
+                    f"a commit to the store {self.uri} failed, although no other writer committed first: check that the store "
+                    "can be written to, and run again"
+                )
+            yield
+        raise StoreUnavailableError(
+            f"nothing was written to {self.uri}: for {_PATIENCE / 60:.0f} minutes, another writer committed first at each "
+            "attempt; run again when fewer processes write"
+        )
+
+    def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
+        """Add and remove shards in one commit. The commit creates the next version after the table version that was read last.
+
+        Return False if delta-rs reports a conflict with another commit. Usually, another writer committed first. However, the
+        commit may have succeeded if the response to it was lost: the next attempt then finds its rows in the table.
+        """
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(shard.path, shard.size, {}, shard.time, not removed, json.dumps({"numRecords": shard.rows}))
+            for shard in added
+        ]
+        actions += [RemoveAction(path, not added, int(time.time() * 1000)) for path in removed]
+        try:
+            self._delta.create_write_transaction(
+                actions, mode="append", schema=SCHEMA, commit_properties=CommitProperties(max_commit_retries=0)
+            )
+        except CommitFailedError:
+            return False
+        return True
+
+
+def shards_of(delta: DeltaTable) -> list[Written]:
+    """Return the shards of a Delta table's loaded version, the oldest rows first."""
+    actions = pa.table(delta.get_add_actions(flatten=True))
+    rows = actions["num_records"] if "num_records" in actions.column_names else pa.nulls(len(actions), pa.int64())
+    columns = [actions[name].to_pylist() for name in ("path", "size_bytes")]
+    columns += [pc.fill_null(rows, 0).to_pylist(), actions["modification_time"].cast(pa.int64()).to_pylist()]
+    return sorted((Written(*shard) for shard in zip(*columns, strict=True)), key=lambda shard: (shard.time, shard.path))

@@ -1,0 +1,287 @@
+"""Compact, vacuum and verify a table, and drop rows from it.
+
+The functions are methods of `LogprobTable`. Each change is a new snapshot; earlier snapshots can be read until a vacuum.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from reflogp.store.commands import repair_command
+from reflogp.store.commits import TableLog, Written
+from reflogp.store.digests import Progress
+from reflogp.store.errors import DamagedStoreError, StoreUnavailableError, UsageError
+from reflogp.store.index import Int64s
+from reflogp.store.schema import one_array
+from reflogp.store.shard import Shard, ShardDamageError
+from reflogp.store.snapshot import Snapshot
+from reflogp.store.storage import translate_errors
+from reflogp.store.texts import counted
+
+#: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory.
+SHARD_BYTES = 128 << 20
+#: Shards with fewer bytes than this count as small.
+SMALL_BYTES = SHARD_BYTES // 4
+#: Maximum number of small shards in a table. If there are more, a writer compacts them. Each writer adds a random number below
+#: _SMALL_SHARDS_SPREAD to this limit, so that writers that share a table do not all start compacting at the same time.
+SMALL_SHARDS = 64
+_SMALL_SHARDS_SPREAD = 32
+#: Default retention period of `vacuum`, in hours. During this period, readers of older snapshots can read replaced shards, and
+#: writers can commit files that they have written.
+RETENTION_HOURS = 168
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """The result of a compaction.
+
+    Attributes:
+        shards_before, shards_after: number of shards in the table before and after the compaction.
+        rows: number of rewritten rows; 0 if there was nothing to do.
+        duplicates: number of rows that were dropped because another row has at least as many values for the same key.
+        won: whether all merges were committed; False if another process replaced the same shards first.
+        snapshot: number of the latest snapshot after the compaction.
+    """
+
+    shards_before: int
+    shards_after: int
+    rows: int
+    duplicates: int
+    won: bool
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged shard: its path, relative to the table's folder, what is wrong with it, and its number of rows according to the
+    log."""
+
+    file: str
+    problem: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The result of `drop`: the number of removed rows, and the number of the snapshot without them."""
+
+    rows: int
+    snapshot: int
+
+
+def compact(
+    log: TableLog,
+    snapshot: Snapshot,
+    *,
+    only_small: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Compacted:
+    """Merge consecutive shards, and drop rows of which a longer row has the same key. The order of rows is kept, because rows
+    that were scored together are read together.
+
+    Each merge is one commit. Earlier snapshots can still be read, because replaced shards are kept until a vacuum.
+
+    Args:
+        log: the table to compact.
+        snapshot: the table's latest snapshot.
+        only_small: if True, merge only shards smaller than 32 MiB, as scoring does automatically when a table has many of them.
+            If False, merge all shards that have less than half of `shard_bytes`, and rewrite those with rows to drop.
+        shard_bytes: approximate size of the new shards in bytes; 128 MiB by default.
+        progress: called with (rows written, total rows).
+
+    Returns:
+        A Compacted with the number of shards before and after the compaction, and the number of rewritten rows.
+
+    Raises:
+        DamagedStoreError: a shard is damaged.
+        StoreUnavailableError: the store cannot be read or written to; no rows are lost.
+    """
+    shards = log.shards()
+    live = snapshot.live_rows()
+    small = SMALL_BYTES if only_small else shard_bytes // 2
+    chosen = [shard for shard in shards if shard.path in live and (shard.size < small or live[shard.path] is not None)]
+    groups = [
+        group
+        for group in _groups(chosen, shard_bytes)
+        if len(group) > 1 or (live[group[0].path] is not None and not only_small)
+    ]
+    total, read, written, won = sum(shard.rows for group in groups for shard in group), 0, 0, True
+    with translate_errors(f"the store {log.uri} cannot be compacted"):
+        for group in groups:
+            parts = [_live(log.shard(shard.path), live[shard.path], log.uri) for shard in group]
+            merged = pa.concat_tables(parts)
+            new = log.write(merged, max(shard.time for shard in group))
+            won = log.replace([shard.path for shard in group], [new])
+            if not won:
+                break
+            read, written = read + sum(shard.rows for shard in group), written + len(merged)
+            if progress:
+                progress(read, total)
+    return Compacted(len(shards), len(log.shards()), written, read - written, won, log.snapshot_number())
+
+
+def _groups(shards: Sequence[Written], shard_bytes: int) -> Iterator[list[Written]]:
+    """Split shards into groups of consecutive shards with at most about `shard_bytes` together."""
+    group: list[Written] = []
+    for shard in shards:
+        if group and sum(part.size for part in group) + shard.size > shard_bytes:
+            yield group
+            group = []
+        group.append(shard)
+    if group:
+        yield group
+
+
+def _live(shard: Shard, rows: Int64s | None, uri: str) -> pa.Table:
+    try:
+        table = shard.read()
+    except ShardDamageError as error:
+        raise DamagedStoreError(f"shard {shard.path} is damaged ({error}). Repair the table: {repair_command(uri)}") from error
+    return table if rows is None else table.take(pa.array(rows))
+
+
+def merged_rows(log: TableLog, snapshot: Snapshot, file_bytes: int) -> Iterator[pa.Table]:
+    """Yield a snapshot's rows, one for each key, as tables that take about `file_bytes` in a file each."""
+    live = snapshot.live_rows()
+    sizes = log.filesystem.get_file_info(list(live))
+    shards = [
+        Written(info.path, int(info.size or 0), snapshot.rows_of[path], 0) for path, info in zip(live, sizes, strict=True)
+    ]
+    for group in _groups(shards, file_bytes):
+        yield pa.concat_tables([_live(log.shard(shard.path), live[shard.path], log.uri) for shard in group])
+
+
+def small_shards_allowed() -> int:
+    """Return how many small shards a table may have before this writer compacts them."""
+    return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
+
+
+def vacuum(log: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False) -> list[str]:
+    """Delete replaced shards and uncommitted files after a retention period, and log entries after the log's own (30 days).
+
+    Compaction leaves behind the shards that it replaced, and crashed writers leave behind uncommitted files. A snapshot can no
+    longer be read after one of its shards is deleted.
+
+    Args:
+        log: the table to vacuum.
+        retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
+            This must be longer than the time for which any reader uses an old snapshot, and longer than the time between the
+            write and the commit of any file.
+        dry_run: if True, delete nothing, and only return the paths of the files that would be deleted.
+        alone: whether to allow a retention period of less than 1 hour, which is safe only if no other process is using the
+            store.
+
+    Returns:
+        The paths of the deleted files (with `dry_run`, of the files that would be deleted), relative to the table's folder.
+
+    Raises:
+        UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
+        StoreUnavailableError: the time of the table's last commit is more than 1 minute ahead of this machine's clock, or the
+            store cannot be read or written to.
+    """
+    if retention_hours < 0 or (retention_hours < 1 and not alone):
+        raise UsageError(
+            f"a retention of {retention_hours} hours is too short: use at least 1 hour, or 0 hours with --alone if no other "
+            "process is using the store"
+        )
+    with translate_errors(f"the store {log.uri} cannot be vacuumed"):
+        delta = log.delta()
+        ahead = delta.history(1)[0]["timestamp"] / 1000 - time.time()
+        if ahead > 60:
+            raise StoreUnavailableError(
+                f"the last commit is {counted(round(ahead / 60), 'minute')} ahead of this machine's clock, so nothing was "
+                "deleted: check the clocks of this machine and of the machine that made the commit"
+            )
+        deleted: list[str] = delta.vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
+        if not dry_run:
+            delta.cleanup_metadata()
+        return deleted
+
+
+def verify(log: TableLog, progress: Progress | None = None) -> list[Damage]:
+    """Read every page and row of the shards in the latest snapshot.
+
+    Args:
+        log: the table to verify.
+        progress: called with (shards read, total shards).
+
+    Returns:
+        The damaged shards; an empty list if no shard is damaged.
+
+    Raises StoreUnavailableError if the store cannot be read.
+    """
+    shards, damages = log.shards(), []
+    for done, shard in enumerate(shards, 1):
+        with translate_errors(f"the store {log.uri} cannot be read"):
+            if problem := log.shard(shard.path).problem(shard.size, shard.rows):
+                damages.append(Damage(shard.path, problem, shard.rows))
+        if progress:
+            progress(done, len(shards))
+    return damages
+
+
+def drop(
+    log: TableLog,
+    *,
+    shards: Sequence[str] = (),
+    provenance: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Dropped:
+    """Remove rows, in a new snapshot: all rows of the given shards, or all rows whose provenance has the given entries.
+
+    Values that a scoring run stores later for the same keys are new values. Earlier snapshots keep the removed rows until a
+    vacuum. A row whose first values were copied from a row with the given provenance is removed too.
+
+    Args:
+        log: the table.
+        shards: paths of shards, as in the result of `verify`.
+        provenance: entries of the rows' provenance, such as {"engine": "broken"}.
+        progress: called with (shards read, total shards).
+
+    Raises:
+        UsageError: neither or both of `shards` and `provenance` are given, or a shard is not in the table.
+        DamagedStoreError: a shard is damaged, so its provenance cannot be read.
+        StoreUnavailableError: the store cannot be read or written to.
+    """
+    if bool(shards) == (provenance is not None):
+        raise UsageError("pass either the shards or the provenance of the rows to drop")
+    while True:
+        known = {shard.path: shard for shard in log.shards()}
+        if unknown := sorted(set(shards) - known.keys()):
+            raise UsageError(f"the table {log.uri} has no shard {unknown[0]}")
+        removed, added, rows = list(shards), [], sum(known[path].rows for path in shards)
+        with translate_errors(f"the store {log.uri} cannot be written"):
+            for done, shard in enumerate(known.values() if provenance is not None else (), 1):
+                kept, count = _without_provenance(log.shard(shard.path), provenance or {}, log.uri)
+                if count:
+                    removed.append(shard.path)
+                    added += [log.write(kept, shard.time)] if len(kept) else []
+                    rows += count
+                if progress:
+                    progress(done, len(known))
+            if not removed or log.replace(removed, added):
+                return Dropped(rows, log.snapshot_number())
+
+
+def _without_provenance(shard: Shard, entries: Mapping[str, Any], uri: str) -> tuple[pa.Table, int]:
+    """Return a shard's rows without those whose provenance has the given entries, and the number of the latter."""
+    table = _live(shard, None, uri)
+    texts = one_array(table["provenance"]).dictionary_encode()
+    matching = np.array([_has(json.loads(text), entries) for text in texts.dictionary.to_pylist()], bool)
+    gone = matching[texts.indices.to_numpy()]
+    return table.filter(pa.array(~gone)), int(gone.sum())
+
+
+def _has(provenance: dict[str, Any] | None, entries: Mapping[str, Any]) -> bool:
+    if provenance is None:
+        return False
+    return all(provenance.get(name) == value for name, value in entries.items()) or _has(provenance.get("begins_with"), entries)
