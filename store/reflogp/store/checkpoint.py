@@ -1,15 +1,17 @@
-"""Read a model folder's config, list its weight files, and check that they are complete.
+"""Read a model folder's config, list the files that transformers would load from it, and check that the weights are complete.
 
-The module expects the files that transformers writes: config.json, safetensors weights and, for weights in several files,
-model.safetensors.index.json. It loads no tensors and does not import torch.
+The rules are those of transformers' `from_pretrained` (`_get_resolved_checkpoint_files` in modeling_utils.py, and
+auto_factory.py for adapters); tests/store/test_layouts.py compares them. The module loads no tensors and does not import torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +68,24 @@ class Checkpoint:
         parts = counted(len(self.weight_files), "weight file") + (" and an adapter" if self.adapter is not None else "")
         return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
 
+    @cached_property
     def code_files(self) -> list[Path]:
-        """Return the Python files in the folder if the config refers to modeling code; otherwise, return an empty list."""
-        return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
+        """The Python files of the folder and of repositories that the config names, if the config refers to modeling code."""
+        if "auto_map" not in self.config:
+            return []
+        named = re.findall(r'"([^"]+)--', json.dumps(self.config["auto_map"]))  # repository--module.Class
+        others = sorted(set(named))
+        folders = [self.folder, *(resolve_model(other, weights=False) for other in others)]
+        return [file for folder in folders for file in sorted(folder.rglob("*.py"))]
 
     def hashed_files(self) -> list[Path]:
         """Return the files whose digests are part of the reference id: the weight files, also of an adapter, and code files."""
-        return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
+        return [*self.weight_files, *self.code_files, *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
         """Return all files whose content can affect the model's output."""
-        index = self.folder / _INDEX
-        read = [self.folder / "config.json", *([index] if index.is_file() else [])]
+        entry = _weights_entry(self.folder, self.config)
+        read = [self.folder / "config.json", *([entry] if entry not in self.weight_files else [])]
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -98,8 +106,9 @@ class Checkpoint:
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
                 return False
-            index = self.folder / _INDEX
-            if index in read and {self.folder / name for name in _named_in(read[index]())} != set(self.weight_files):
+            index = _weights_entry(self.folder, self.config)
+            in_one = index in self.weight_files
+            if not in_one and {self.folder / name for name in _named_in(read[index]())} != set(self.weight_files):
                 return False
             return self.adapter is None or json.loads(read[self.adapter.folder / _ADAPTER_CONFIG]()) == self.adapter.config
         except (KeyError, ValueError, AttributeError):
@@ -151,9 +160,9 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a folder's config and check that every weight file exists and is complete.
 
-    If the folder contains adapter_config.json but no config.json, the base model that adapter_config.json names is read too.
-    The base model's name is tried as a path relative to the adapter's folder, then as a path relative to the working directory,
-    and then as a hub id.
+    If the folder contains a PEFT adapter and config.json, the adapter belongs to the folder's model. If it contains an adapter
+    alone, the base model that adapter_config.json names is read too. The base model's name is tried as a path relative to the
+    adapter's folder, then as a path relative to the working directory, and then as a hub id.
 
     Args:
         folder: a model folder, or a PEFT adapter's folder.
@@ -181,23 +190,33 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{config_file} cannot be read: {error}") from error
-    files = _weight_files(folder)
+    files = _weight_files(folder, config)
     for file in files:
         _check_whole(file)
-    return Checkpoint(folder, config, files)
+    return Checkpoint(folder, config, files, _adapter_in(folder) if (folder / _ADAPTER_CONFIG).is_file() else None)
 
 
-def _read_adapter(folder: Path) -> Checkpoint:
+def _adapter_in(folder: Path) -> Adapter:
     try:
         config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base = str(config["base_model_name_or_path"])
+        config["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or has no base_model_name_or_path") from error
+        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read as the config of a PEFT adapter") from error
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
         raise CheckpointError(f"{folder} contains no adapter_model.safetensors (pickled adapters are not accepted)")
     _check_whole(weights)
-    beside = folder / base
+    return Adapter(folder, config, weights)
+
+
+def _read_adapter(folder: Path) -> Checkpoint:
+    adapter = _adapter_in(folder)
+    config, base = adapter.config, adapter.config.get("base_model_name_or_path")
+    beside = folder / (base or "")
+    if beside.resolve() == folder.resolve():
+        raise CheckpointError(
+            f"{folder / _ADAPTER_CONFIG} names no base model: enter its folder or hub id as base_model_name_or_path"
+        )
     try:
         model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
     except UsageError as error:
@@ -207,30 +226,37 @@ def _read_adapter(folder: Path) -> Checkpoint:
             f"{folder} is an adapter for {base!r}, which is an adapter itself: merge that adapter into its base model (peft: "
             "merge_and_unload)"
         )
-    return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
+    return Checkpoint(model.folder, model.config, model.weight_files, adapter)
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / _INDEX
-    if index.is_file():
+def _weights_entry(folder: Path, config: dict[str, Any]) -> Path:
+    """Return the file that transformers would open first: the only weight file, or the index of several."""
+    named = config.get("transformers_weights")
+    single = folder / (named or "model.safetensors")
+    return single if named or single.is_file() else folder / _INDEX
+
+
+def _weight_files(folder: Path, config: dict[str, Any]) -> tuple[Path, ...]:
+    entry = _weights_entry(folder, config)
+    if entry.is_file() and entry.suffix != ".json":
+        return (entry,)
+    if entry.is_file():
         try:
-            names = _named_in(index.read_bytes())
+            names = _named_in(entry.read_bytes())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} cannot be read: {error}") from error
+            raise CheckpointError(f"{entry} cannot be read: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:5])}")
         return tuple(folder / name for name in names)
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return (single,)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
             f"{folder} contains only pickled weights ({pickles[0]}). Loading a pickle can run code, so save the model as "
             "safetensors with model.save_pretrained, and use the new folder"
         )
-    raise CheckpointError(f"{folder} contains no weights: neither model.safetensors nor {_INDEX}")
+    single = config.get("transformers_weights") or "model.safetensors"
+    raise CheckpointError(f"{folder} contains no weights: neither {single} nor {_INDEX}")
 
 
 def _named_in(index: bytes) -> list[str]:

@@ -32,7 +32,7 @@ AUTO = "auto"
 #: Config entries that are not part of the id, at any depth of config.json. Most of them cannot change the logits of an
 #: evaluation forward pass over given tokens: where the model came from, which software wrote it, and settings for generation,
 #: training, classification and the outputs to return. The other ignored entries are recorded elsewhere: the id contains the
-#: compute dtype instead of the checkpoint's dtype, and digests of the code files instead of auto_map. The provenance of the
+#: compute dtype instead of the checkpoint's dtype, and auto_map with digests of the code files. The provenance of the
 #: values records how attention was computed. Every entry that is not listed here is part of the id. Therefore, an entry that
 #: reflogp does not know leads to a new id, and never to a hit on the values of a different model.
 IGNORED_CONFIG_KEYS = frozenset(
@@ -272,7 +272,7 @@ class OpenModel:
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
         with ExitStack() as stack:
-            folder = stack.enter_context(_as_opened(found.folder, self.files, name))
+            folder = stack.enter_context(_as_opened(found.folder, self.files, name, without="adapter_config.json"))
             of_adapter = (
                 None if adapter is None else stack.enter_context(_as_opened(adapter.folder, self.files, f"{name}_adapter"))
             )
@@ -342,11 +342,12 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 
 
 @contextmanager
-def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
+def _as_opened(folder: Path, files: OpenFiles, name: str, without: str = "") -> Iterator[Path | None]:
     """Yield a temporary folder with links to a model folder's open files and to its other files, or None if the system does not
     support paths to open files (see `folder_of_open_files`)."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
-    taken = {Path(name).parts[0] for name in here}
+    here.pop(without, None)
+    taken = {without, *(Path(name).parts[0] for name in here)}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}
     with folder_of_open_files(here, name, others) as found:
         yield found
@@ -372,7 +373,8 @@ def _reference_of(
         "lm_head_dtype": head_dtype,
     }
     if "auto_map" in checkpoint.config:  # modeling code that comes with the weights can change log-probs
-        content["code"] = sorted(digests[file] for file in checkpoint.code_files())
+        content["code"] = sorted(digests[file] for file in checkpoint.code_files)
+        content["auto_map"] = checkpoint.config["auto_map"]
     digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
     return Reference(
         reference_id=digest.hexdigest(),

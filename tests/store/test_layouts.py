@@ -1,0 +1,213 @@
+"""What a folder's weights are is what `from_pretrained` would load: twelve layouts, against transformers' own resolution."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+from reflogp.store import CheckpointError, ReflogpError, describe_reference, read_checkpoint
+
+
+@pytest.fixture
+def model(reference_folder):
+    return AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+
+
+def edit(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def single(model, folder):
+    model.save_pretrained(folder)
+
+
+def sharded(model, folder):
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+
+
+def single_over_sharded(model, folder):
+    """save_pretrained deletes the shards and leaves the index."""
+    sharded(model, folder)
+    index = (folder / "model.safetensors.index.json").read_bytes()
+    single(model, folder)
+    (folder / "model.safetensors.index.json").write_bytes(index)
+
+
+def both(model, folder):
+    single(model, folder.with_name("single"))
+    sharded(model, folder)
+    shutil.copy(folder.with_name("single") / "model.safetensors", folder)
+
+
+def another_variant_beside(model, folder):
+    single(model, folder)
+    model.save_pretrained(folder, variant="fp16")
+
+
+def named_in_the_config(model, folder):
+    single(model, folder)
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    edit(folder / "config.json", transformers_weights="other.safetensors")
+
+
+def hub_snapshot(model, folder):
+    single(model, folder.with_name("plain"))
+    blobs = folder.with_name("blobs")
+    blobs.mkdir()
+    folder.mkdir()
+    for file in folder.with_name("plain").iterdir():
+        name = hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, blobs / name)
+        (folder / file.name).symlink_to(blobs / name)
+
+
+def tied(model, folder):
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    single(model, folder)
+
+
+def adapter_beside(model, folder):
+    single(model, folder)
+    adapted(model, folder)
+
+
+def adapted(model, folder):
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, settings).save_pretrained(folder)
+
+
+def only_a_variant(model, folder):
+    model.save_pretrained(folder, variant="fp16")
+
+
+def pickled(model, folder):
+    single(model, folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def adapter_without_weights_beside_its_config(model, folder):
+    adapted(model, folder)
+    model.config.save_pretrained(folder)
+
+
+LAYOUTS = [
+    single,
+    sharded,
+    single_over_sharded,
+    both,
+    another_variant_beside,
+    named_in_the_config,
+    hub_snapshot,
+    tied,
+    adapter_beside,
+    only_a_variant,
+    pickled,
+    adapter_without_weights_beside_its_config,
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_the_same_files_as_transformers(model, tmp_path, layout):
+    folder = tmp_path / "model"
+    layout(model, folder)
+    named = getattr(AutoConfig.from_pretrained(folder), "transformers_weights", None)
+    try:
+        theirs, _ = _get_resolved_checkpoint_files(str(folder), None, None, None, None, False, named)
+    except OSError:
+        theirs = []
+    try:
+        ours = read_checkpoint(folder).weight_files
+    except CheckpointError:
+        ours = ()
+    if layout is pickled:
+        assert theirs and not ours, "the only layout that is refused though transformers loads it"
+        return
+    assert sorted(map(str, ours)) == sorted(theirs)
+
+
+def test_an_adapter_in_the_models_folder_is_applied_as_transformers_does(model, tmp_path, reference_folder):
+    from reflogp.scoring.torch_engine.load import load_model
+
+    folder = tmp_path / "model"
+    adapter_beside(model, folder)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.adapter is not None and checkpoint.folder == checkpoint.adapter.folder == folder
+    assert describe_reference(str(folder), "float32").reference_id != describe_reference(str(reference_folder)).reference_id
+    ids = torch.arange(3, 20)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    ours = load_model(str(folder), "float32", "cpu").model(input_ids=ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_without_a_base_model_is_one_sentence(model, tmp_path):
+    adapted(model, tmp_path / "adapter")
+    for base in ("", ".", None):
+        edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=base)
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json names no base model"):
+            read_checkpoint(tmp_path / "adapter")
+
+
+CODE = "class A: ...\nclass B: ...\n"
+
+
+def with_code(model, folder: Path, auto_map: dict, files: dict[str, str]) -> str:
+    single(model, folder)
+    edit(folder / "config.json", auto_map=auto_map)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return describe_reference(str(folder), "float32").reference_id
+
+
+def test_modeling_code_belongs_to_the_id_wherever_it_lies(model, tmp_path, monkeypatch):
+    """Another class of the same file, a changed file in a subfolder, and code in another repository."""
+    other = tmp_path / "repository"
+    other.mkdir()
+    (other / "modeling.py").write_text(CODE)
+    import reflogp.store.checkpoint as checkpoint
+
+    original = checkpoint.resolve_model
+    repositories = {"team/code": other, "team/fork": other}
+    monkeypatch.setattr(
+        checkpoint, "resolve_model", lambda name, *more, **others: repositories.get(name) or original(name, *more, **others)
+    )
+    here = {"modeling.py": CODE, "parts/layers.py": "WIDTH = 1\n"}
+    cases = {
+        "plain": with_code(model, tmp_path / "plain", {"AutoModelForCausalLM": "modeling.A"}, here),
+        "class": with_code(model, tmp_path / "class", {"AutoModelForCausalLM": "modeling.B"}, here),
+        "subfolder": with_code(
+            model, tmp_path / "sub", {"AutoModelForCausalLM": "modeling.A"}, {**here, "parts/layers.py": "WIDTH = 2\n"}
+        ),
+        "elsewhere": with_code(model, tmp_path / "elsewhere", {"AutoModelForCausalLM": "team/code--modeling.A"}, {}),
+        "fork": with_code(model, tmp_path / "fork", {"AutoModelForCausalLM": "team/fork--modeling.A"}, {}),
+    }
+    (other / "modeling.py").write_text(CODE + "# changed\n")
+    cases["changed elsewhere"] = describe_reference(str(tmp_path / "elsewhere"), "float32").reference_id
+    assert len(set(cases.values())) == len(cases)
+    again = with_code(model, tmp_path / "again", {"AutoModelForCausalLM": "modeling.A"}, here)
+    assert again == cases["plain"]
+
+
+def test_code_that_cannot_be_found_is_an_error(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ReflogpError, match="nobody/nothing"):
+        with_code(model, tmp_path / "model", {"AutoModelForCausalLM": "nobody/nothing--modeling.A"}, {})
+
+
+def test_the_files_that_are_hashed_hold_every_tensor_that_is_loaded(model, tmp_path):
+    both(model, tmp_path / "model")
+    names = set()
+    for file in read_checkpoint(tmp_path / "model").weight_files:
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    assert names == {name for name, _ in model.named_parameters()}
