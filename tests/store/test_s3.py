@@ -1,8 +1,10 @@
 """Test a store on a real S3 server: credentials, conditional commits, maintenance, and failures of object stores."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -133,6 +135,17 @@ def test_no_store_there_and_a_single_slash(uri):
         Store("s3://logps/nothing-here").references()
     with pytest.raises(UsageError, match="two slashes"):
         Store("s3:/logps/store")
+
+
+def test_an_object_store_that_hangs_is_an_error_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "AWS_ALLOW_HTTP": "true"}
+        keys = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "not-a-secret", "AWS_REGION": "us-east-1"}
+        with environment_of(hanging | keys):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailableError, match=r"cannot be read: .*timed out"):
+                Store("s3://logps/store", options={"timeout": "1s"}).references()
+        assert time.monotonic() - began < 30
 
 
 def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stack):

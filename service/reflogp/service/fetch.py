@@ -49,7 +49,7 @@ from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
 from reflogp.store import StoreUnavailableError, UsageError
 from reflogp.store.hub import HubFile, HubPlace
-from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
+from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_defaults
 from reflogp.store.texts import hide_secrets, shortened
 
 _PORTS = {"http": 80, "https": 443}
@@ -476,7 +476,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
     deadline = time.monotonic() + settings.fetch_seconds
     root, key = f"{uri.scheme}://{uri.host}", uri.path.removeprefix("/")
     try:
-        filesystem = open_filesystem(root, with_credentials(root, None))
+        filesystem = open_filesystem(root, with_defaults(root, None))
         about = filesystem.get_file_info(key)
         if about.type != pafs.FileType.File:
             raise ValueError("the object does not exist")

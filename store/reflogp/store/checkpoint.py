@@ -211,8 +211,8 @@ def _adapter_in(folder: Path) -> Adapter:
 
 def _read_adapter(folder: Path) -> Checkpoint:
     adapter = _adapter_in(folder)
-    config, base = adapter.config, adapter.config.get("base_model_name_or_path")
-    beside = folder / (base or "")
+    config, base = adapter.config, str(adapter.config.get("base_model_name_or_path") or "")
+    beside = folder / base
     if beside.resolve() == folder.resolve():
         raise CheckpointError(
             f"{folder / _ADAPTER_CONFIG} names no base model: enter its folder or hub id as base_model_name_or_path"

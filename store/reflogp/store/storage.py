@@ -57,17 +57,23 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
     return str(Path(text).expanduser().absolute())
 
 
-def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """Return the delta-rs storage options of a store: `options`, plus AWS_FORCE_CREDENTIAL_LOAD if an AWS profile is used.
+#: How often delta-rs repeats a request that an object store does not answer. Each try takes up to 30 seconds, or AWS_TIMEOUT.
+_RETRIES = "3"
 
-    A profile is used if the store is on S3, AWS_PROFILE is set in `options` or the environment, and AWS_ACCESS_KEY_ID is set in
-    neither of them. Without AWS_FORCE_CREDENTIAL_LOAD, delta-rs ignores AWS profiles and credential files if an endpoint is
-    given.
+
+def with_defaults(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
+    """Return the delta-rs storage options of a store: `options`, and for an object store also the following.
+
+    - max_retries, so that an object store that hangs is an error after about two minutes (with delta-rs' own default: five).
+    - AWS_FORCE_CREDENTIAL_LOAD, if AWS_PROFILE is set in `options` or the environment, and AWS_ACCESS_KEY_ID in neither.
+      Without it, delta-rs ignores AWS profiles and credential files if an endpoint is given.
     """
+    if is_local(uri):
+        return options
     named = {name.upper() for name in options or {}} | os.environ.keys()
-    if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
-        return {"AWS_FORCE_CREDENTIAL_LOAD": "true"} | (options or {})
-    return options
+    of_profile = uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named
+    profile = {"AWS_FORCE_CREDENTIAL_LOAD": "true"} if of_profile else {}
+    return {"max_retries": _RETRIES} | profile | (options or {})
 
 
 def is_local(uri: str) -> bool:

@@ -36,7 +36,8 @@ class Store:
 
     Args:
         uri: a local folder, or a URI that begins with s3://, gs:// or az://.
-        options: delta-rs storage options, in addition to the environment variables that delta-rs reads.
+        options: delta-rs storage options, in addition to the environment variables that delta-rs reads. For example,
+            {"timeout": "5s"} is how long a try of a request to an object store may take.
 
     Examples:
         >>> from reflogp.store import Store
@@ -48,7 +49,7 @@ class Store:
 
     def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
         self.uri = storage.normalize_uri(uri)
-        self._options = storage.with_credentials(self.uri, options)
+        self._options = storage.with_defaults(self.uri, options)
 
     def __repr__(self) -> str:
         return short_repr("Store", self.uri)
