@@ -34,7 +34,7 @@ class HubFaults:
         uploads_left: number of uploads that succeed before every later upload is cut off, or None if all succeed.
         downloads_left: number of downloads that succeed before every later download is cut off, or None if all succeed.
         most_bytes: number of bytes after which a response to a download is cut off, or None for no limit.
-        damaged: path of a file whose first byte the server changes in its responses.
+        damaged: path of a file of which the server changes a byte in its responses.
         commits_between: whether another commit arrives just before a client's commit.
         appears: files of a repository that somebody else creates just before a client does.
         status: HTTP status of every response, or 0 for normal responses.
@@ -163,13 +163,13 @@ class Hub:
 
         @app.post("/api/datasets/{owner}/{name}/preupload/{revision}")
         async def preupload(request: Request) -> Any:
-            files = (await request.json())["files"]
-            return {
-                "files": [
-                    {"path": file["path"], "uploadMode": "lfs" if _is_large(file["path"]) else "regular", "shouldIgnore": False}
-                    for file in files
-                ]
-            }
+            there = self.files("/".join(request.path_params[name] for name in ("owner", "name")))
+            entries = []
+            for file in (await request.json())["files"]:
+                entry = {"path": file["path"], "uploadMode": "lfs" if _is_large(file["path"]) else "regular"}
+                known = {"oid": _oid(file["path"], there[file["path"]])} if file["path"] in there else {}
+                entries.append({**entry, "shouldIgnore": False, **known})
+            return {"files": entries}
 
         @app.post("/datasets/{owner}/{name}.git/info/lfs/objects/batch")
         async def batch(request: Request) -> Any:
@@ -237,7 +237,8 @@ class Hub:
                     return Response("broken off", 400)
                 self.faults.downloads_left -= 1
             if path == self.faults.damaged:
-                data = bytes([data[0] ^ 1]) + data[1:]
+                at = len(data) // 2 if _is_large(path) else 0
+                data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             self.downloaded.append(path)
             start, end = request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")
             part = data[int(start) : int(end) + 1 if end else None]
@@ -267,6 +268,11 @@ def _sibling(path: str, data: bytes) -> dict[str, Any]:
 
 def _lfs(data: bytes) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+
+
+def _oid(path: str, data: bytes) -> str:
+    """Return the id by which a client knows that the repository has this file: git's, or the sha256 of a large file."""
+    return _lfs(data)["sha256"] if _is_large(path) else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def _is_large(path: str) -> bool:

@@ -177,7 +177,6 @@ def test_an_export_loads_with_datasets_and_comes_back(table, tmp_path):
     assert len(loaded) == 100
     assert sorted(loaded["key"]) == sorted(keys.to_pylist())
     text = (tmp_path / "shared" / "README.md").read_text()
-    assert "100 sequences" in text
     assert REFERENCE.reference_id in text
     other = Store(tmp_path / "other")
     done = import_folder(other, str(tmp_path / "shared"))
@@ -200,9 +199,6 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
-    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: its sha256 is not the one in contents\.json"):
-        import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
-    (tmp_path / "shared" / "contents.json").unlink()  # exports of older versions had no such file
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     part.write_bytes(b"PAR1 nothing PAR1")
@@ -253,7 +249,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("binary", "cannot be read"),
         ("short key", "16 bytes"),
         ("null", "null"),
-        ("no object", "the provenance of a row is too long or not a JSON object"),
+        ("no object", "provenance is not a JSON object"),
         ("name", "wrong type"),
     ],
 )
@@ -262,7 +258,6 @@ def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
     shared = tmp_path / "shared"
     export_table(table, str(shared))
     reference, part = shared / "reference.json", shared / "data" / "part-00000.parquet"
-    (shared / "contents.json").unlink()  # contents.json would reveal the change by its digests
     rows = pq.read_table(part)
     if what == "outside":
         reference.write_text(reference.read_text().replace(REFERENCE.reference_id, "../outside"))

@@ -14,23 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import (
-    CONTENTS_FILE,
-    DATA_FILE,
-    README_FILE,
-    Contents,
-    Imported,
-    export_table,
-    import_folder,
-    sha256_of,
-)
+from reflogp.store.exchange import DATA_FILES, README_FILE, Imported, export_table, import_folder
+from reflogp.store.reference import Reference
 from reflogp.store.snapshot import Snapshot
-from reflogp.store.storage import sentence, split_table_uri
+from reflogp.store.storage import sentence
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import counted
@@ -109,7 +100,7 @@ class HubFile:
         """
         api = _api()
         commit, _ = self._found(api)
-        with told(self.place):
+        with translated(self.place):
             return Path(api.hf_hub_download(self.place.repository, self.path, repo_type="dataset", revision=commit))
 
     def read(self, chunk: int) -> tuple[int, Iterator[bytes]]:
@@ -126,7 +117,7 @@ class HubFile:
 
         def pieces() -> Iterator[bytes]:
             files = HfFileSystem(endpoint=api.endpoint, use_listings_cache=False, skip_instance_cache=True)
-            with told(self.place), files.open(name, "rb", block_size=chunk, cache_type="none", size=size) as source:
+            with translated(self.place), files.open(name, "rb", block_size=chunk, cache_type="none", size=size) as source:
                 for start in range(0, size, chunk):
                     piece = source.read(min(chunk, size - start))
                     if len(piece) != min(chunk, size - start):
@@ -146,7 +137,7 @@ class HubFile:
         url = hf_hub_url(
             self.place.repository, self.path, repo_type="dataset", revision=self.place.revision, endpoint=api.endpoint
         )
-        with told(self.place):
+        with translated(self.place):
             try:
                 about = api.get_hf_file_metadata(url=url)
             except EntryNotFoundError as error:
@@ -165,7 +156,7 @@ class Pushed:
         rows: number of rows in the repository.
         files: number of Parquet files in the repository.
         commit: id of the repository's commit that contains these rows.
-        changed: whether the push uploaded the export; False if the repository already contained it.
+        changed: whether the push made this commit; False if the repository already contained the rows.
     """
 
     reference_id: str
@@ -186,9 +177,8 @@ def push_table(
 ) -> Pushed:
     """Publish a snapshot's rows in a dataset repository on the Hub, as one commit.
 
-    The dataset card says how the values were computed. Files that an interrupted push already uploaded are not uploaded again.
-    The push replaces the files of an earlier push. It keeps all other files. If somebody has edited the dataset card, the push
-    keeps the card too.
+    Files that an interrupted push already uploaded are not uploaded again. The push replaces the files of an earlier push, and
+    keeps all other files, and the dataset card.
 
     Args:
         table: the table to push.
@@ -209,33 +199,39 @@ def push_table(
     place = HubPlace.parse(uri)
     if place.revision is not None:
         raise UsageError(f"{uri}: a push always goes to the main branch; leave out @{place.revision}")
-    repository = _Repository(place)
-    snapshot = snapshot or table.snapshot()
-    if not repository.exists():
-        repository.create(public)
-    there = repository.contents(replace=replace)  # a new repository is read too: another push may have filled it by now
-    if there is not None and there.reference_id != table.reference.reference_id:
-        raise UsageError(
-            f"{place} contains log-probs of reference {there.reference_id}, not of {table.reference.reference_id}. A "
-            "repository can contain the log-probs of only one reference: push to another repository"
-        )
+    api, snapshot = _api(), snapshot or table.snapshot()
+    with translated(place):
+        api.create_repo(place.repository, repo_type="dataset", private=not public, exist_ok=True)
+        about = api.dataset_info(place.repository)
+    before, names = str(about.sha), {entry.rfilename for entry in about.siblings or ()}
+    if REFERENCE_FILE in names:
+        folder = _downloaded(api, place, before, [REFERENCE_FILE] if replace else [REFERENCE_FILE, DATA_FILES])
+        _require_same_reference(place, folder, table.reference)
+        if not replace:
+            _require_all(place, folder, snapshot)
+    elif others := sorted(names - {".gitattributes", README_FILE}):
+        raise UsageError(f"{place} contains data that reflogp did not push, such as {others[0]}: push to another repository")
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
-        folder = Path(scratch) / "export"
-        rows, files = export_table(table, str(folder), snapshot, progress)
-        ours = Contents.read(folder / CONTENTS_FILE)
-        changed = there is None or replace or there.files != ours.files or not repository.has(ours)
-        if changed:
-            if there is not None and not replace:
-                _require_all(repository, there, snapshot, split_table_uri(table.uri)[0])
-            repository.upload(folder, ours, there)
-    return Pushed(table.reference.reference_id, rows, files, repository.commit, changed)
+        export = Path(scratch) / "export"
+        rows, files = export_table(table, str(export), snapshot, progress)
+        with translated(place):
+            done = api.upload_folder(
+                repo_id=place.repository,
+                repo_type="dataset",
+                folder_path=export,
+                ignore_patterns=[README_FILE] if README_FILE in names else None,
+                delete_patterns=[DATA_FILES, "contents.json"],  # the latter of versions before 0.2
+                commit_message=f"{counted(rows, 'sequence')} of reference {table.reference.reference_id}",
+                parent_commit=before,
+            )
+    return Pushed(table.reference.reference_id, rows, files, str(done.oid), str(done.oid) != before)
 
 
 def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
     """Append the rows of a dataset repository on the Hub to a store, which is created if it does not exist.
 
-    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. The files' digests and all rows are
-    checked before the first row is written. Values that the store already has are kept.
+    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. All rows are checked before the first
+    row is written. Values that the store already has are kept.
 
     Args:
         store: the store to append to.
@@ -249,158 +245,48 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
         StoreUnavailableError: the Hub cannot be reached.
         StoreError: the store cannot be written to.
     """
-    repository = _Repository(HubPlace.parse(uri))
-    if not repository.exists():
-        raise UsageError(f"{repository.place}: there is no such dataset, or the token has no permission to read it ({_LOG_IN})")
-    there = repository.contents(read_only=True)
-    assert there is not None
-    return import_folder(store, str(repository.download(there)), progress)
+    place, api = HubPlace.parse(uri), _api()
+    with translated(place):
+        about = api.dataset_info(place.repository, revision=place.revision)
+    if REFERENCE_FILE not in {entry.rfilename for entry in about.siblings or ()}:
+        raise UsageError(f"{place} was not written by `reflogp store push`: it lacks {REFERENCE_FILE}")
+    return import_folder(store, str(_downloaded(api, place, str(about.sha), [REFERENCE_FILE, DATA_FILES])), progress)
 
 
-class _Repository:
-    """A dataset repository that is read and written with huggingface_hub.
+def _downloaded(api: HfApi, place: HubPlace, commit: str, patterns: list[str]) -> Path:
+    with translated(place):
+        return Path(api.snapshot_download(place.repository, repo_type="dataset", revision=commit, allow_patterns=patterns))
 
-    Attributes:
-        commit: id of the commit that `exists` found or `upload` made, whichever method was called last.
-    """
 
-    def __init__(self, place: HubPlace) -> None:
-        self._api = _api()
-        self.place = place
-        self.commit = ""
-        self._sha256: dict[str, str | None] = {}  # path of each file -> its sha256, or None if the file is not in Git LFS
-
-    def exists(self) -> bool:
-        """Return whether the repository exists. If it does, record the revision's commit and files.
-
-        Raises UsageError if the revision does not exist.
-        """
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-        with told(self.place):
-            try:
-                about = self._api.dataset_info(self.place.repository, revision=self.place.revision, files_metadata=True)
-            except RevisionNotFoundError as error:
-                raise UsageError(f"{self.place}: there is no such revision") from error
-            except RepositoryNotFoundError:
-                return False
-        self.commit = str(about.sha)
-        self._sha256 = {entry.rfilename: getattr(entry.lfs, "sha256", None) for entry in about.siblings or ()}
-        return True
-
-    def create(self, public: bool) -> None:
-        with told(self.place):
-            self._api.create_repo(self.place.repository, repo_type="dataset", private=not public, exist_ok=True)
-        if not self.exists():
-            raise StoreUnavailableError(f"{self.place} was created, but cannot be found; push again")
-
-    def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
-        """Return the repository's parsed contents.json, or None if the repository is empty or has only a dataset card.
-
-        Args:
-            read_only: whether to raise UsageError, instead of returning None, for a repository that is empty or has only a
-                dataset card.
-            replace: whether to return None, instead of raising UsageError, if contents.json is damaged. The push then writes a
-                new one.
-
-        Raises UsageError if the repository contains data that reflogp did not push, or if its contents.json is damaged.
-        """
-        if {REFERENCE_FILE, CONTENTS_FILE} <= self._sha256.keys():
-            try:
-                return Contents.read(self._file(CONTENTS_FILE))
-            except UsageError:  # perhaps only the cached copy is damaged
-                file = self._file(CONTENTS_FILE, force=True)
-            try:
-                return Contents.read(file)
-            except UsageError as error:
-                if replace:
-                    return None
-                raise _damaged(self.place, error) from error
-        if read_only:
-            raise UsageError(
-                f"{self.place} was not written by `reflogp store push`: it lacks {REFERENCE_FILE} or {CONTENTS_FILE}"
-            )
-        if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
-            raise UsageError(
-                f"{self.place} contains data that reflogp did not push, such as {others[0]}: push to another repository"
-            )
-        return None
-
-    def has(self, contents: Contents) -> bool:
-        """Return whether the repository has all files of the export that `contents` describes, and whether the sha256 digests
-        of the Parquet files are those in `contents`."""
-        names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
-        return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
-
-    def download(self, contents: Contents) -> Path:
-        """Download the export and return its folder. Raises UsageError if the export is damaged.
-
-        A file with a wrong sha256 is downloaded once more; the error is raised only if the second copy is wrong too.
-        """
-        folder = self._file(CONTENTS_FILE).parent
-        if lacking := sorted(contents.files.keys() - self._sha256.keys()):
-            raise _damaged(self.place, f"{lacking[0]} is missing")
-        with told(self.place):
-            self._api.snapshot_download(
-                self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
-            )
-        for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
-            self._file(name, force=True)
-        if damaged := contents.damaged(folder):
-            raise _damaged(self.place, f"the sha256 of {damaged[0]} is not the one in {CONTENTS_FILE}")
-        return folder
-
-    def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Upload the export in `folder` as one commit, which also deletes those Parquet files of the previous export that are
-        not in the new one."""
-        card_is_theirs = README_FILE in self._sha256 and (
-            there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
+def _require_same_reference(place: HubPlace, folder: Path, ours: Reference) -> None:
+    try:
+        there = Reference.from_json((folder / REFERENCE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{place} is damaged: {REFERENCE_FILE} cannot be read ({sentence(error)})") from error
+    if there.reference_id != ours.reference_id:
+        raise UsageError(
+            f"{place} contains log-probs of reference {there.reference_id}, not of {ours.reference_id}. A repository can "
+            "contain the log-probs of only one reference: push to another repository"
         )
-        # If contents.json is damaged, every file that is named like the Parquet files of exports counts as part of the old one.
-        before = there.data if there is not None else filter(DATA_FILE.fullmatch, self._sha256)
-        with told(self.place):
-            done = self._api.upload_folder(
-                repo_id=self.place.repository,
-                repo_type="dataset",
-                folder_path=folder,
-                ignore_patterns=[README_FILE] if card_is_theirs else None,
-                delete_patterns=sorted((set(before) - set(ours.data)) & self._sha256.keys()) or None,
-                commit_message=f"{counted(ours.rows, 'sequence')} of reference {ours.reference_id}",
-                parent_commit=self.commit,
-            )
-        self.commit = str(done.oid)
-
-    def _file(self, name: str, force: bool = False) -> Path:
-        # The revision must be a commit id. For a branch, huggingface_hub would return an older copy from its cache if the Hub
-        # could not be reached.
-        with told(self.place):
-            file = self._api.hf_hub_download(
-                self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force
-            )
-        return Path(file)
 
 
-def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, store: str) -> None:
+def _require_all(place: HubPlace, folder: Path, snapshot: Snapshot) -> None:
     """Raise UsageError if the snapshot has fewer values than the repository for any of the repository's keys."""
-    folder = repository.download(there)
     lacking = 0
-    for name in there.data:
+    for file in sorted(folder.glob(DATA_FILES)):
         try:
-            for batch in pq.ParquetFile(folder / name).iter_batches(_ROWS_AT_ONCE, columns=["key", "scored_len"]):
-                lengths = snapshot.stored_lengths(batch["key"])
-                lacking += int((lengths < batch["scored_len"].to_numpy()).sum())
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise _damaged(repository.place, f"{name} cannot be read ({sentence(error)})") from error
+            for batch in pq.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, columns=["key", "scored_len"]):
+                lacking += int((snapshot.stored_lengths(batch["key"]) < batch["scored_len"].to_numpy()).sum())
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"{place} is damaged: {file.name} cannot be read ({sentence(error)}); to repair it, push again with --replace"
+            ) from error
     if lacking:
         raise UsageError(
-            f"{repository.place} has values of {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store "
-            f"lacks: run `reflogp store pull {store} {repository.place}`, then push the latest snapshot, or overwrite the "
-            "repository's values with --replace"
+            f"{place} has values of {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
+            f"`reflogp store pull {snapshot.store_uri} {place}`, then push the latest snapshot, or overwrite the repository's "
+            "values with --replace"
         )
-
-
-def _damaged(place: HubPlace, problem: object) -> UsageError:
-    return UsageError(f"{place} is damaged: {problem}; to repair it, push its values again with `reflogp store push --replace`")
 
 
 def _api() -> HfApi:
@@ -412,7 +298,7 @@ def _api() -> HfApi:
 
 
 @contextmanager
-def told(place: HubPlace) -> Iterator[None]:
+def translated(place: HubPlace) -> Iterator[None]:
     """Convert the errors that huggingface_hub raises in the `with` block into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

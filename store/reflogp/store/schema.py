@@ -102,7 +102,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 def problem_of_rows(rows: pa.Table) -> str | None:
     """Return the reason why a table's rows cannot be stored in a shard, or None if they are valid."""
-    if not rows.schema.equals(SCHEMA):
+    if rows.schema.names != SCHEMA.names or rows.schema.types != SCHEMA.types:
         return f"columns have wrong names or types: got {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
         return "a value is null"
@@ -119,7 +119,16 @@ def problem_of_rows(rows: pa.Table) -> str | None:
         return "a row has more token_logps than its completion has tokens"
     if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
         return "a row's logp_sum is not the sum of its token_logps"
+    if not all(map(_is_object, rows["provenance"].unique().to_pylist())):
+        return "a row's provenance is not a JSON object"
     return None
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def one_array(array: Any) -> Any:

@@ -24,7 +24,7 @@ from reflogp.scoring.data.confined_process import POLL_SECONDS
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError
-from reflogp.store.hub import HubFile, HubPlace, told
+from reflogp.store.hub import HubFile, HubPlace, translated
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 
@@ -122,7 +122,7 @@ def _commit_and_names(place: HubPlace) -> tuple[str, set[str]]:
     """Return the commit that the revision currently points to, and the names of the files at that commit."""
     from huggingface_hub import HfApi
 
-    with told(place):
+    with translated(place):
         about = HfApi(library_name="reflogp").dataset_info(place.repository, revision=place.revision)
     return str(about.sha), {entry.rfilename for entry in about.siblings or ()}
 
