@@ -127,6 +127,18 @@ def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
     assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
 
 
+def test_store_drop_removes_rows_by_their_provenance(score, reflogp, pairs_file, tmp_path):
+    stored = last_object(score(pairs_file, "--json")[1])["scored"]
+    drop = ("store", "drop", tmp_path / "store", "--provenance")
+    assert reflogp(*drop, '{"engine": "vllm"}')[1].endswith("0 rows dropped; the snapshot is 1\n")
+    [done] = last_object(reflogp(*drop, '{"engine": "torch"}', "--json")[1])["dropped"]
+    assert done["rows"] == stored
+    assert last_object(score(pairs_file, "--json")[1])["scored"] == stored
+    for words in ("engine", "[]", "{}"):
+        code, _, err = reflogp(*drop, words)
+        assert code == USAGE and "--provenance" in err
+
+
 def test_store_compact_vacuum_export_import(score, reflogp, pairs_file, reference_folder, tmp_path):
     score(pairs_file, "--commit-sequences", "20")
     store = tmp_path / "store"

@@ -151,7 +151,7 @@ from reflogp.trainer import options, swift_process
 swift_process.safe_snapshot_download = lambda **given: f"{given['model_id_or_path']} at {given['revision']}"
 def reference(**given):
     settings = dict(model="org/m", model_dir="/here", model_revision=None, ref_model="org/m", ref_model_revision=None)
-    settings |= dict(use_hf=True, hub_token=None)
+    settings |= dict(use_hf=True, hub_token=None, ref_adapters=None)
     return swift_process.Replacements(options.Options("s"))._reference(Settings(**{**settings, **given}))
 assert reference() == reference(ref_model=None) == reference(model_revision="v1", ref_model_revision="v1") == "/here"
 assert (reference(ref_model_revision="v1"), reference(ref_model="org/other")) == ("org/m at v1", "org/other at None")

@@ -105,7 +105,7 @@ class Join:
     Examples:
         >>> import pyarrow as pa
         >>> from reflogp.store import Store, describe_reference, join_logps
-        >>> snapshot = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16")).snapshot()
+        >>> snapshot = Store("./logps")[describe_reference("./sft-model", "bfloat16")].snapshot()
         >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
         >>> join = join_logps(rows, snapshot)
         >>> join.missing, join.tokens["chosen_ids"]
@@ -176,7 +176,7 @@ def join_logps(
     Examples:
         >>> import pyarrow as pa
         >>> from reflogp.store import Store, describe_reference, join_logps
-        >>> snapshot = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16")).snapshot()
+        >>> snapshot = Store("./logps")[describe_reference("./sft-model", "bfloat16")].snapshot()
         >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
         >>> join_logps(rows, snapshot, max_length=1024)
         Join(1 row with ref_chosen_logps, ref_rejected_logps: 1 missing, 0 unusable, 0 dropped)

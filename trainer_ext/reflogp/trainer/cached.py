@@ -363,8 +363,14 @@ def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: 
     Raises the errors of `CachedReferenceMixin`; the trainer then has its own class again.
 
     Examples:
+        >>> from datasets import load_dataset
+        >>> from trl import DPOConfig, DPOTrainer
         >>> from reflogp.trainer import patch
+        >>> pairs = load_dataset("json", data_files="pairs.jsonl", split="train")
+        >>> trainer = DPOTrainer("./sft-model", args=DPOConfig(output_dir="run", max_length=1024), train_dataset=pairs)
         >>> trainer = patch(trainer, reference="./logps")
+        >>> trainer.train()
+        TrainOutput(global_step=...)
     """
     source, kind = Reference.of(reference, "patch"), type(trainer)
     if not hasattr(trainer, "_precompute_ref_logps"):
