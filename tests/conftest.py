@@ -21,12 +21,13 @@ PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
 
 #: The files that take longest, longest first, so that none of them is begun when the others are done.
 LONGEST = (
+    "trainer_ext/test_launchers",
+    "scoring/test_ray",
     "trainer_ext/test_swift",
     "service/test_helping",
     "trainer_ext/test_axolotl",
     "trainer_ext/test_ordinary_runs",
     "trainer_ext/test_unsloth",
-    "scoring/test_ray",
     "service/test_jobs",
     "trainer_ext/test_openrlhf",
     "trainer_ext/test_llamafactory",
