@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -218,3 +220,16 @@ def test_a_blob_that_was_changed_under_its_name_is_hashed(hub, change, again):
     assert truth(blob) != blob.name
     assert hashed(hub) == ((truth(blob),), True)
     assert describe_reference(str(hub), "float32").reference_id != before
+
+
+def test_a_user_without_a_home_has_a_cache_too():
+    """As in a container with a user id that no passwd file knows."""
+    program = "from reflogp.store.digests import cache_dir; print(cache_dir())"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "REFLOGP_CACHE_DIR")
+    }
+    enter = ["setpriv", "--reuid=54321", "--clear-groups"]
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("only root may become another user")
+    done = subprocess.run([*enter, sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("reflogp-cache-54321"), done.stderr

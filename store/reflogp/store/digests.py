@@ -44,10 +44,16 @@ _OPEN_ATTEMPTS = 5
 
 
 def cache_dir() -> Path:
-    """Return reflogp's cache folder: $REFLOGP_CACHE_DIR, else $XDG_CACHE_HOME/reflogp, else ~/.cache/reflogp."""
+    """Return reflogp's cache folder: $REFLOGP_CACHE_DIR, else $XDG_CACHE_HOME/reflogp, else ~/.cache/reflogp, or a temporary
+    folder for a user without a home, as in some containers."""
     if explicit := os.environ.get("REFLOGP_CACHE_DIR"):
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reflogp"
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "reflogp"
+    try:
+        return Path.home() / ".cache" / "reflogp"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"reflogp-cache-{os.getuid()}"
 
 
 @dataclass(frozen=True)

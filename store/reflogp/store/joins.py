@@ -238,7 +238,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
 
 def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError if ld_alpha is given for a dataset without pairs."""
-    if ld_alpha is not None and columns is not PAIR_COLUMNS:
+    if ld_alpha is not None and columns != PAIR_COLUMNS:
         raise UsageError(
             "ld_alpha is only for pairs, but these rows are not pairs: omit ld_alpha, or use rows with a chosen and a "
             "rejected completion"

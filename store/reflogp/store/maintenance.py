@@ -108,12 +108,9 @@ def compact(
     shards = log.shards()
     live = snapshot.live_rows()
     small = SMALL_BYTES if only_small else shard_bytes // 2
-    chosen = [shard for shard in shards if shard.path in live and (shard.size < small or live[shard.path] is not None)]
-    groups = [
-        group
-        for group in _groups(chosen, shard_bytes)
-        if len(group) > 1 or (live[group[0].path] is not None and not only_small)
-    ]
+    has_dead_rows = {path for path, rows in live.items() if rows is not None and not only_small}
+    chosen = [shard for shard in shards if shard.path in live and (shard.size < small or shard.path in has_dead_rows)]
+    groups = [group for group in _groups(chosen, shard_bytes) if len(group) > 1 or group[0].path in has_dead_rows]
     total, read, written, won = sum(shard.rows for group in groups for shard in group), 0, 0, True
     with translate_errors(f"the store {log.uri} cannot be compacted"):
         for group in groups:
@@ -270,6 +267,8 @@ def drop(
                     progress(done, len(known))
             if not removed or log.replace(removed, added):
                 return Dropped(rows, log.snapshot_number())
+            if shards and not set(shards) & {shard.path for shard in log.shards()}:  # another process has dropped them
+                return Dropped(0, log.snapshot_number())
 
 
 def _without_provenance(shard: Shard, entries: Mapping[str, Any], uri: str) -> tuple[pa.Table, int]:
