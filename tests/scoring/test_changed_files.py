@@ -256,12 +256,7 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
     assert not (tmp_path / "out.parquet").exists() and not (tmp_path / "report" / "index.html").exists()
     if command == "score":  # what was scored is kept under its own keys
         reference = describe_reference(str(reference_folder), "float32")
-        found = (
-            Store(store)
-            .table(reference.reference_id)
-            .snapshot()
-            .token_logps(sequence_keys([rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]]))
-        )
+        found = Store(store)[reference].get([rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]])
         model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
         np.testing.assert_allclose(found[0], plain_token_logps(model, rows[0]["prompt_ids"], rows[0]["chosen_ids"]), atol=2e-4)
 

@@ -24,6 +24,11 @@ def data_file(pairs_file):
 
 
 @pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
 def source(reference_folder, tmp_path) -> Reference:
     return Reference(tmp_path / "store", model=str(reference_folder), dtype="float32")
 
