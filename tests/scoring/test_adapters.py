@@ -93,7 +93,7 @@ def test_what_is_missing_is_named(adapter, tmp_path):
     with pytest.raises(UsageError, match="which is an adapter itself"):
         describe_reference(str(lost))
     (lost / "adapter_config.json").write_text(json.dumps([config]))
-    with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
         describe_reference(str(lost))
 
 
