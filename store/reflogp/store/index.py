@@ -92,11 +92,16 @@ class Layer:
 
     @classmethod
     def of(cls, columns: pa.Table, file: int) -> Layer:
-        """Build a layer from the columns key, scored_len and logp_sum of the shard with the number `file`."""
+        """Return the entries of the shard with the number `file`, in the order of its rows: a layer only after `merged`.
+
+        Args:
+            columns: the shard's columns key, scored_len and logp_sum.
+            file: number of the shard.
+        """
         hi, lo = keys_as_words(columns["key"])
         rows = np.arange(len(hi), dtype=np.int32)
         length, total = columns["scored_len"].to_numpy(), columns["logp_sum"].to_numpy()
-        return cls.merged([cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)])
+        return cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)
 
     def without(self, files: list[int]) -> Layer:
         """Return a layer without the entries of the given shards."""
@@ -105,7 +110,8 @@ class Layer:
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """Merge layers into one. The list `layers` is emptied, so that each array can be freed once it is copied."""
+        """Merge layers, or the entries of shards, into one layer. The list `layers` is emptied, so that each array can be freed
+        once it is copied."""
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:
@@ -142,7 +148,8 @@ _ARRAYS = tuple(field.name for field in fields(Layer) if field.name != "omits_ro
 
 def each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
     """For each key, in ascending order of the keys, return the index of the key's entry with the most log-probs."""
-    order = np.argsort(hi, kind="stable")
+    is_in_runs = np.count_nonzero(hi[1:] < hi[:-1]) < len(hi) // 100  # numpy's stable sort merges them
+    order = np.argsort(hi, kind="stable" if is_in_runs else None)
     sorted_hi = hi[order]
     if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key
         return order

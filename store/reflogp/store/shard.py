@@ -145,7 +145,8 @@ class _OpenShard:
         try:
             self._source = self._filesystem.open_input_file(self._path)
             # With pre_buffer, the columns of many row groups are requested from an object store together.
-            return pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=True)
+            is_remote = not isinstance(self._filesystem, pafs.SubTreeFileSystem)
+            return pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=is_remote)
         except (*storage.STORAGE_ERRORS, pa.ArrowException) as error:
             self._close()
             raise self._meaning(error) from error
