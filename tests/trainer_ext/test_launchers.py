@@ -77,6 +77,15 @@ def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, stores, 
     assert difference <= max(2 * allowed, ROUNDED_SUMS if (mode, bf16) == ("fsdp2", True) else ROUNDING[bf16])
 
 
+def test_an_adapter_trains_under_fsdp2_in_bfloat16(settings, stores, tmp_path):
+    """The gate turns the adapter off; FSDP2 must not take it for frozen then, and a policy that is its reference loses ln 2."""
+    args = {"bf16": True, "max_steps": 2, "max_length": 220}
+    given = {**settings, "mode": "fsdp2", "dtype": "float32", "trainer": "dpo", "lora": True, "args": args}
+    _, ranks, _ = launch({**given, "source": str(stores("bfloat16"))}, tmp_path)
+    assert all(seen["step_zero"]["passed"] for seen in ranks)
+    assert abs(losses(ranks)[0] - np.log(2)) <= ROUNDED_SUMS
+
+
 NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's first FSDP needs an accelerator")
 
 

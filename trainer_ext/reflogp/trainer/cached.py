@@ -277,6 +277,10 @@ class CachedReferenceMixin(_AnyTrainer):
         was_training = model.training
         self.ref_model = None  # with a PEFT model, TRL then turns the adapter off, or uses the one named "ref"
         model.eval()
+        if getattr(self.accelerator, "is_fsdp2", False) and is_peft_model(self.accelerator.unwrap_model(model)):
+            # FSDP2 notes the dtype of trainable parameters at its first pass. While an adapter is off, PEFT trains none.
+            with torch.no_grad():
+                model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         try:
             takes_model = "model" in inspect.signature(self.compute_ref_log_probs).parameters  # since TRL 1.9
             computed = self.compute_ref_log_probs(*([model] if takes_model else []), batch)
