@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, WriterProperties, write_deltalake
 
-from reflogp.store import Store, export_table, import_folder
+from reflogp.store import Store, UsageError, export_table, import_folder
 from tests.store.rows import REFERENCE, some_rows
 
 TABLES, SMALL_GROUPS = 12, WriterProperties(max_row_group_size=64, write_batch_size=64)
@@ -119,7 +119,7 @@ def test_columns_that_the_table_does_not_have_are_refused(table):
         "not 16 bytes": rows.set_column(0, rows.schema.field(0), pa.array([b"12345678"] * 10, pa.binary())),
     }
     for says, table_of_rows in wrong.items():
-        with pytest.raises(Exception, match=f"{says}.*nothing was stored"):
+        with pytest.raises(UsageError, match=f"{says}.*nothing was stored"):
             table.append(table_of_rows)
     assert len(table.snapshot()) == 0
     assert not list(Path(table.uri).glob("*.parquet"))

@@ -180,6 +180,7 @@ class TableLog:
     def _open(self) -> DeltaTable:
         try:
             delta = DeltaTable(self.uri, storage_options=self._options)
+            self._refuse_empty_entries(delta)
         except TableNotFoundError as error:
             if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
                 raise DamagedStoreError(
@@ -192,7 +193,6 @@ class TableLog:
         if not setting.isdecimal():
             raise UsageError(f"{self.uri} is a Delta table that reflogp did not create; nothing was read or written")
         check_format(int(setting))
-        self._refuse_empty_entries()
         return delta
 
     def _nothing_yet(self) -> ReferenceNotFoundError:
@@ -200,11 +200,12 @@ class TableLog:
             f"the store has no values yet for reference {self.reference.reference_id} ({self.reference.name})"
         )
 
-    def _refuse_empty_entries(self, since: int | None = None) -> None:
+    def _refuse_empty_entries(self, delta: DeltaTable, since: int | None = None) -> None:
         """Raise DamagedStoreError if a log entry is empty, as after a power failure: delta-rs reads such an entry as a commit
         without rows.
 
         Args:
+            delta: the table at the version up to which to check.
             since: number of the first entry to check; None for all entries after the last checkpoint.
         """
         if since is None:
@@ -212,7 +213,7 @@ class TableLog:
             summed = max((path for path in sizes if ".checkpoint" in path), default="")
             empty = [path for path, size in sizes.items() if path.endswith(".json") and not size and path > summed]
         else:
-            paths = [f"{_LOG_FOLDER}/{number:020}.json" for number in range(since, int(self._delta.version()) + 1)]
+            paths = [f"{_LOG_FOLDER}/{number:020}.json" for number in range(since, int(delta.version()) + 1)]
             empty = [entry.path for entry in self.filesystem.get_file_info(paths) if entry.size == 0]
         if empty:
             raise DamagedStoreError(f"the log entry {self.uri}/{empty[0]} is empty. {_HOW_TO_GO_ON}")
@@ -232,7 +233,7 @@ class TableLog:
             self._delta.update_incremental()
             if self._delta.version() > before:
                 try:
-                    self._refuse_empty_entries(before + 1)
+                    self._refuse_empty_entries(self._delta, before + 1)
                 except DamagedStoreError:
                     self._delta.load_as_version(before)  # so that the next call checks the entries again
                     raise

@@ -97,6 +97,10 @@ class LogprobTable(TableLog):
         prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
         values = token_logps if isinstance(token_logps, pa.Array) else pa.array(list(token_logps), pa.list_(pa.float32()))
         keys = sequence_keys(prompts, completions)
+        if len(values) != len(keys):
+            raise UsageError(
+                f"{counted(len(keys), 'sequence')} but {counted(len(values), 'list')} of log-probs; nothing was stored"
+            )
         return self.append(shard_table(keys, list_lengths(prompts), list_lengths(completions), values, provenance))
 
     def get(self, prompt_ids: TokenLists, completion_ids: TokenLists) -> list[npt.NDArray[np.float32] | None]:
