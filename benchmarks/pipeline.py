@@ -202,7 +202,7 @@ def _order(world: World, state: Path, reference_id: str) -> JobOrder:
         reference_id=reference_id,
         file=str(world.data),
         root=None,
-        digest=digest_below(world.folder, [world.data.name])[1],
+        digest=digest_below(world.folder, world.data)[1],
         format=None,
         split="train",
         max_length=None,

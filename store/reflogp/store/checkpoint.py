@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,23 +95,6 @@ class Checkpoint:
         Raises CheckpointError if a header cannot be read.
         """
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
-
-    def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if the config, the names of the weight files and the adapter's config have not changed in the files.
-
-        Args:
-            read: a dict from the path of each file in `files()` to a function that returns the file's current content.
-        """
-        try:
-            if json.loads(read[self.folder / "config.json"]()) != self.config:
-                return False
-            index = _weights_entry(self.folder, self.config)
-            in_one = index in self.weight_files
-            if not in_one and {self.folder / name for name in _named_in(read[index]())} != set(self.weight_files):
-                return False
-            return self.adapter is None or json.loads(read[self.adapter.folder / _ADAPTER_CONFIG]()) == self.adapter.config
-        except (KeyError, ValueError, AttributeError):
-            return False
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:

@@ -41,46 +41,23 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-#: The mode bits that allow users other than the owner to write.
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
 def own_folder(parent: Path, name: str) -> Path:
     """Return the path of the current user's folder in `parent`. The folder is named `<name>-<user id>`.
 
     The folder is created with mode 0700 if it does not exist.
 
-    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or can write to it.
+    Raises OSError if the folder cannot be created, and PermissionError if it is a link, or if another user owns it or can write
+    to it.
     """
     folder = parent / f"{name}-{os.getuid()}"
-    os.close(open_own_folder(folder))
-    return folder
-
-
-def open_own_folder(folder: Path) -> int:
-    """Open a folder, check that only the current user can write to it, and return its file descriptor.
-
-    The folder is created with mode 0700 if it does not exist. The descriptor refers to the checked folder even if somebody
-    renames the folders above it.
-
-    Raises OSError if the folder cannot be created or is a symbolic link, and PermissionError if another user owns the folder or
-    can write to it.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        check_own(os.fstat(descriptor), folder)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def check_own(about: os.stat_result, path: Path) -> None:
-    """Raise PermissionError if a file or folder belongs to another user, or if other users can write to it."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise PermissionError(f"{folder} is not a folder")
     if about.st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user")
-    if about.st_mode & _OTHERS_MAY_WRITE:
-        raise PermissionError(f"{path} is writable by other users; to change this, run `chmod go-w {path}`")
+        raise PermissionError(f"{folder} belongs to another user")
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} is writable by other users; to change this, run `chmod go-w {folder}`")
+    return folder

@@ -9,14 +9,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
-from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
-from reflogp.store.errors import ContentMismatchError, FileChangedError, ReflogpError, StoreFormatError, UsageError
+from reflogp.store.checkpoint import Checkpoint, read_checkpoint, resolve_model
+from reflogp.store.digests import FileIdentity, Progress, file_digests, require_unchanged
+from reflogp.store.errors import ContentMismatchError, FileChangedError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
 from reflogp.store.texts import counted, short_repr
 
@@ -193,8 +193,7 @@ def describe_reference(
         >>> describe_reference("./sft-model", "bfloat16")
         Reference(...: sft-model in bfloat16, 1 weight file)
     """
-    with open_model(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress) as opened:
-        return opened.reference
+    return read_reference_files(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress).reference
 
 
 def describe_all_numerics(
@@ -208,33 +207,31 @@ def describe_all_numerics(
     as for `describe_reference`. The weights are hashed only once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
-    with open_model(model, revision=revision, progress=progress) as opened:
-        found = [
-            _reference_of(model, opened.checkpoint, opened.digests, dtype, head) for head in heads for dtype in get_args(Dtype)
-        ]
+    files = read_reference_files(model, revision=revision, progress=progress)
+    found = [_reference_of(model, files.checkpoint, files.digests, dtype, head) for head in heads for dtype in get_args(Dtype)]
     return list({reference.reference_id: reference for reference in found}.values())
 
 
 @dataclass(frozen=True)
-class OpenModel:
-    """A model folder whose files stay open, so that the model is loaded from the content that was hashed.
+class ReferenceFiles:
+    """A model folder's files as they were when their digests were computed.
 
     Attributes:
-        reference: the reference for these files and the dtypes given to `open_model`.
+        reference: the reference for these files and the dtypes given to `read_reference_files`.
         checkpoint: the model's config and the paths of its files.
-        files: the open files of the checkpoint.
         digests: sha256 of each weight and code file, by path.
+        identities: size and times of every file that can affect the model's output, by path.
     """
 
     reference: Reference
     checkpoint: Checkpoint
-    files: OpenFiles
     digests: dict[Path, str]
+    identities: dict[Path, FileIdentity]
 
     def require(self, reference: Reference) -> None:
         """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
 
-        `reference` must have the dtypes that were given to `open_model`, because reference ids are compared and depend on them.
+        `reference` must have the dtypes that were given to `read_reference_files`, because reference ids depend on them.
         """
         if self.reference.reference_id == reference.reference_id:
             return
@@ -254,103 +251,39 @@ class OpenModel:
             "Put the old files back, or run again with the new files (for a service: restart it)"
         )
 
+    def require_unchanged(self) -> None:
+        """Raise FileChangedError if a file was written to, replaced or deleted since. Call this after the files were loaded."""
+        require_unchanged(self.identities)
+
     @contextmanager
-    def for_loading(self) -> Iterator[Checkpoint]:
-        """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
-
-        If the system does not support paths to open files (see `folder_of_open_files`), yield the checkpoint with its original
-        paths.
-
-        The yielded checkpoint's folder also contains the model folder's other files, which do not affect the reference id. On
-        exit from the `with` block, all open files are checked for changes since they were opened. Leave the block only after
-        the weights have been copied into memory, because later changes to the files are not detected.
-
-        Raises FileChangedError if a file was written to after it was opened. If the yielded checkpoint has the original paths,
-        the error is also raised if a file was replaced. If the block raises a ReflogpError, the temporary paths in the error's
-        message are replaced with the original ones.
-        """
-        found, adapter = self.checkpoint, self.checkpoint.adapter
-        name = f"reference_{self.reference.reference_id}"
-        with ExitStack() as stack:
-            folder = stack.enter_context(_as_opened(found.folder, self.files, name, without="adapter_config.json"))
-            of_adapter = (
-                None if adapter is None else stack.enter_context(_as_opened(adapter.folder, self.files, f"{name}_adapter"))
-            )
-            whole = folder is not None and (adapter is None or of_adapter is not None)
-            try:
-                if folder is None or not whole:
-                    yield found
-                else:
-                    weights = tuple(folder / file.relative_to(found.folder) for file in found.weight_files)
-                    if adapter is None or of_adapter is None:
-                        yield Checkpoint(folder, found.config, weights)
-                    else:
-                        there = Adapter(of_adapter, adapter.config, of_adapter / adapter.weight_file.name)
-                        yield Checkpoint(folder, found.config, weights, there)
-            except ReflogpError as error:
-                self.files.check(by_path=not whole)  # if a file changed, report that as the cause instead
-                text = str(error)
-                for temporary, original in ((folder, found.folder), (of_adapter, adapter and adapter.folder)):
-                    text = text.replace(str(temporary), str(original)) if temporary is not None else text
-                raise type(error)(text) from error
-            self.files.check(by_path=not whole)
+    def unchanged(self) -> Iterator[Checkpoint]:
+        """Yield the checkpoint to load, and raise FileChangedError if a file changes before the block ends or fails."""
+        try:
+            yield self.checkpoint
+        finally:
+            self.require_unchanged()
 
 
-@contextmanager
-def open_model(
+def read_reference_files(
     model: str,
     dtype: str = "bfloat16",
     *,
     lm_head_dtype: str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
-) -> Iterator[OpenModel]:
-    """Open a model's files for the duration of the `with` block, and compute the model's reference.
+) -> ReferenceFiles:
+    """Read a model's config, compute the digests of its files, and describe the reference.
 
     The arguments and errors are the same as for `describe_reference`.
     """
     folder = resolve_model(model, revision)
-    with ExitStack() as stack:
-        checkpoint, files = _open_checkpoint(folder)
-        stack.enter_context(files)
-        digests = files.digests(checkpoint.hashed_files(), progress)
-        yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
-
-
-#: Maximum number of attempts to open a model folder. An attempt fails if files of the folder are deleted or replaced while they
-#: are being opened.
-_OPEN_ATTEMPTS = 5
-
-
-def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """Read a checkpoint, and open all files that its reference id depends on.
-
-    Both steps are repeated if, between them, a file is deleted, or a config or the list of weight files changes.
-
-    Raises FileChangedError if such a change happens in every attempt.
-    """
-    for _ in range(_OPEN_ATTEMPTS):
-        checkpoint = read_checkpoint(folder)
-        try:
-            files = OpenFiles(checkpoint.files())
-        except FileNotFoundError:
-            continue
-        if checkpoint.is_of({path: file.read for path, file in files.files.items()}):
-            return checkpoint, files
-        files.close()
-    raise FileChangedError(f"{folder} kept changing while it was being opened; run again when its files no longer change")
-
-
-@contextmanager
-def _as_opened(folder: Path, files: OpenFiles, name: str, without: str = "") -> Iterator[Path | None]:
-    """Yield a temporary folder with links to a model folder's open files and to its other files, or None if the system does not
-    support paths to open files (see `folder_of_open_files`)."""
-    here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
-    here.pop(without, None)
-    taken = {without, *(Path(name).parts[0] for name in here)}
-    others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}
-    with folder_of_open_files(here, name, others) as found:
-        yield found
+    checkpoint = read_checkpoint(folder)
+    identities = {file: FileIdentity.at(file) for file in checkpoint.files()}
+    if read_checkpoint(folder) != checkpoint:
+        raise FileChangedError(f"{folder} changed while it was being read; run again when its files no longer change")
+    digests = file_digests(checkpoint.hashed_files(), progress)
+    reference = _reference_of(model, checkpoint, digests, dtype, lm_head_dtype)
+    return ReferenceFiles(reference, checkpoint, digests, identities)
 
 
 def _reference_of(

@@ -1,47 +1,36 @@
-"""Open each dataset file below a root folder once, and use the same open file for hashing and for reading.
+"""Dataset paths that may not lead out of a root folder: find a dataset's files, compute its digest, and keep its files open.
 
-Each component of a path is opened relative to its parent folder, and this module, not the operating system, follows symbolic
-links. A user who can write below the root therefore cannot make a reader open files outside the root. Before the dataset is
-read, its digest is compared with the expected digest. After the dataset has been read, each file is checked for changes.
-Copying the dataset before it is hashed and read would be just as safe, but the copy would take disk space and time. Files are
-hashed before they are read, not while they are read, because a format such as Parquet is not read from beginning to end.
-
-Libraries read the open files through links to /proc/self/fd in a temporary folder. If the system has no /proc/self/fd, or no
-temporary folder can be created, libraries open the dataset again by its path after it has been hashed. The check after reading
-then also detects replaced files.
+A user who can write below the root may swap files and links at any time. So a job reads open files: each is opened once, the
+system says where it really is, its content is compared with the digest that the job was submitted with, and libraries read it
+through a link to /proc/self/fd. Where there is no /proc/self/fd, files are read by path.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import resource
 import stat
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path, PurePosixPath
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Literal
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.errors import DatasetError
-from reflogp.store import ContentMismatchError, FileChangedError
-from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
+from reflogp.store import ContentMismatchError
+from reflogp.store.digests import FileIdentity, file_digests, require_unchanged
 from reflogp.store.texts import shortened
 
 #: Maximum number of entries in a dataset folder and its subfolders together. A folder with more entries is rejected.
 MOST_ENTRIES = 10_000
-#: Maximum number of symbolic links in one path; the kernel has the same limit.
-_MOST_LINKS = 40
-#: Maximum number of characters, and maximum number of components, in an image's path. While a path is resolved, all of its
-#: folders are open at the same time.
-_LONGEST_PATH, _MOST_PARTS = 4096, 256
-#: Maximum number of files that `digest_below` keeps open at the same time.
-_TOGETHER = 256
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+#: Maximum number of characters in an image's path.
+_LONGEST_PATH = 4096
+#: The folder in which a process finds its own open files. The names in the folder are file descriptors.
+_OPEN_FILES = Path("/proc/self/fd")
 
 
 class PathError(DatasetError):
@@ -60,23 +49,7 @@ class PathError(DatasetError):
         self.next_step = next_step
 
 
-@dataclass(frozen=True)
-class Found:
-    """An open file or folder below a root folder.
-
-    Attributes:
-        descriptor: file descriptor of the open file or folder.
-        path: path of the file or folder, with all symbolic links resolved.
-    """
-
-    descriptor: int
-    path: Path
-
-    def is_folder(self) -> bool:
-        return stat.S_ISDIR(os.fstat(self.descriptor).st_mode)
-
-
-def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
+def digest_below(root: Path, path: Path, most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
     """Return (path with symbolic links resolved, digest of the content) for a dataset below a root folder.
 
     A file's digest is its sha256. A folder's digest is a blake2b digest of its dataset files' sha256 digests and of their paths
@@ -87,32 +60,22 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
             dataset's folders have more than `most_entries` entries in total.
         FileChangedError: a file is being written to.
     """
-    with _opened(root, parts) as found:
-        digests: dict[str, str] = {}
-        files = _files(root, found, most_entries)
-        while True:
-            with ExitStack() as stack:
-                some = {name: _entered(stack, file) for name, file in islice(files, _TOGETHER)}
-                digests |= _digests(some)
-            if not some:
-                return found.path, _digest(found, digests)
+    real = _resolved(root, path)
+    return real, _digest(real, dict(_files(root, real, most_entries)))
 
 
 class OpenDataset:
-    """A dataset's open files.
-
-    The constructor opens the files and compares their content with the expected digest. Use a `with` block to close the files
-    on exit.
+    """A dataset below a root folder whose files are kept open, so that what is read is what was checked.
 
     Args:
-        root: folder that the dataset's path must not lead out of.
-        parts: components of the dataset's path below the root.
+        root: folder that the dataset's path must not lead out of; None for a dataset in a folder of the service's own, which is
+            read by its path.
+        path: the dataset's path.
         digest: expected digest of the content (see `digest_below`).
-        may_change: True if other users can write below the root. False for the service's folder of uploaded and fetched
-            datasets, where a file can be replaced only by a file with the same content.
 
     Attributes:
         path: the dataset's path, with all symbolic links resolved.
+        readable: the path to read the dataset from: a link to an open file, or a folder of such links.
 
     Raises:
         PathError: see `digest_below`.
@@ -120,29 +83,31 @@ class OpenDataset:
         FileChangedError: a file is being written to.
     """
 
-    def __init__(self, root: Path, parts: Sequence[str], digest: str, may_change: bool) -> None:
-        self._may_change = may_change
-        self._close = ExitStack()
-        try:
-            found = self._close.enter_context(_opened(root, parts))
-            self.path = found.path
+    def __init__(self, root: Path | None, path: Path, digest: str) -> None:
+        self.path = self.readable = path
+        self._identities: dict[Path, FileIdentity] = {}
+        with ExitStack() as stack:
+            if root is not None:
+                self._open(root, digest, stack)
+            self._close = stack.pop_all()
+
+    def _open(self, root: Path, digest: str, stack: ExitStack) -> None:
+        self.path = self.readable = _resolved(root, self.path)
+        files = dict(_files(root, self.path, MOST_ENTRIES))
+        if _OPEN_FILES.is_dir():
             _allow_many_files()
-            self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # The service sets new timestamps on a file in its own folder when the same content is uploaded again or another job
-            # uses the file. Therefore, only the content of such a file is compared.
-            read = _digests if may_change else _content_digests
-            if _digest(found, read(self._files)) != digest:
-                raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit the job again")
-            self._by_path = False
-            place = self._close.enter_context(folder_of_open_files(self._files, "dataset"))
-            self._by_path = place is None
-            only = None if found.is_folder() else next(iter(self._files))
-            #: The path to read the dataset from: a link to an open file, a folder of such links, or `path` if the system does
-            #: not support such links.
-            self.readable = self.path if place is None else place if only is None else place / only
-        except BaseException:
-            self._close.close()
-            raise
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reflogp-")))
+            for name, file in files.items():
+                descriptor = _open_below(root, file)
+                stack.callback(os.close, descriptor)
+                link = folder / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(_OPEN_FILES / str(descriptor))
+                files[name] = link
+            self.readable = folder if self.path.is_dir() else folder / self.path.name
+        self._identities = {file: FileIdentity.at(file) for file in files.values()}
+        if _digest(self.path, files) != digest:
+            raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit the job again")
 
     def __enter__(self) -> OpenDataset:
         return self
@@ -151,15 +116,8 @@ class OpenDataset:
         self._close.close()
 
     def check(self) -> None:
-        """Raise FileChangedError if a file was written to after it was hashed.
-
-        If `may_change` is False, only changes in size are detected.
-        """
-        for file in self._files.values():
-            if self._may_change:
-                file.check(by_path=self._by_path)
-            elif os.fstat(file.descriptor).st_size != file.identity.size:
-                raise FileChangedError(f"{file.path} was written to while it was being read; submit the job again")
+        """Raise FileChangedError if a file was written to after it was opened."""
+        require_unchanged(self._identities)
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
@@ -172,49 +130,29 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
         root: folder that images' paths must not lead out of.
         dataset: path of the dataset (a file or a folder), with all symbolic links resolved.
     """
-    start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
+    folder = dataset if dataset.is_dir() else dataset.parent
 
     def open_image(path: str) -> int:
-        asked = PurePosixPath(path[: _LONGEST_PATH + 1])
-        if len(path) > _LONGEST_PATH or len(asked.parts) > _MOST_PARTS:
-            limits = f"more than {_LONGEST_PATH:,} characters or {_MOST_PARTS} components"
-            raise RowError(f"image {shortened(path)} cannot be read: the path is too long ({limits})")
         try:
-            if not asked.is_absolute():
-                return _walk(root, start, asked.parts).descriptor
-            if not asked.is_relative_to(root):
-                raise _outside()
-            return _walk(root, (), asked.relative_to(root).parts).descriptor
+            if len(path) > _LONGEST_PATH:
+                raise PathError("unusable", f"the path has more than {_LONGEST_PATH:,} characters", "use shorter paths")
+            return _open_below(root, _resolved(root, folder / path))
         except PathError as error:
             raise RowError(f"image {shortened(path)} cannot be read: {error}") from None
 
     return open_image
 
 
-def _digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    wait_for_clock_tick(files.values())
-    for file in files.values():
-        file.check()
-    found = digests_of(files.values())
-    return {name: found[file.path] for name, file in files.items()}
-
-
-def _content_digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    """Return the sha256 of each file's current content, without checking whether the file's modification time has changed."""
-    found = {}
-    for name, file in files.items():
-        with os.fdopen(os.dup(file.descriptor), "rb") as opened:
-            opened.seek(0)
-            found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return found
-
-
-def _digest(found: Found, digests: dict[str, str]) -> str:
-    if not found.is_folder():
+def _digest(dataset: Path, files: dict[str, Path]) -> str:
+    try:
+        digests = file_digests(files.values())
+    except OSError as error:
+        raise _missing() from error
+    if not dataset.is_dir():
         return next(iter(digests.values()))
     if not digests:
         raise PathError("unusable", "the folder has no dataset files", f"dataset files end in {SUFFIXES_IN_WORDS}")
-    return folder_digest(digests)
+    return folder_digest({name: digests[file] for name, file in files.items()})
 
 
 def folder_digest(digests: dict[str, str]) -> str:
@@ -225,136 +163,83 @@ def folder_digest(digests: dict[str, str]) -> str:
     return content.hexdigest()
 
 
-@contextmanager
-def _opened(root: Path, parts: Sequence[str]) -> Iterator[Found]:
-    found = _walk(root, (), parts)
-    try:
-        yield found
-    finally:
-        os.close(found.descriptor)
+def _resolved(root: Path, path: Path) -> Path:
+    """Return `path` without symbolic links.
 
-
-def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
-    stack.callback(os.close, file.descriptor)
-    return file
-
-
-def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open the file or folder whose path below `root` has the components in `start`, then those in `parts`.
-
-    Raises PathError.
+    Raises PathError if the path is hidden, or if it is not below `root`, whether it exists or not.
     """
     try:
-        opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+        real = Path(os.path.realpath(path))
+    except ValueError as error:  # a null character
+        raise _missing() from error
+    if not real.is_relative_to(root):
+        raise _outside()
+    given = path.relative_to(root).parts if path.is_relative_to(root) else ()
+    if any(part.startswith(".") and part != ".." for part in (*given, *real.relative_to(root).parts)):
+        text = "the path contains a hidden file or folder"
+        raise PathError("hidden", text, "move the dataset to a path in which no name starts with a dot")
+    return real
+
+
+def _open_below(root: Path, path: Path) -> int:
+    """Open a file, and return its descriptor if the file is really below `root`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: do not wait for a FIFO's writer
     except OSError as error:
         raise _missing() from error
-    names: list[str] = []
-    pending, links = deque([*start, *parts]), 0
-    try:
-        while pending:
-            part = pending.popleft()
-            if part == "..":  # from a link or an image's path; a dataset's path has no ".."
-                if not names:
-                    raise _outside()
-                names.pop()
-                os.close(opened.pop())
-                continue
-            if part.startswith("."):
-                text = "the path contains a hidden file or folder"
-                raise PathError("hidden", text, "move the dataset to a path in which no name starts with a dot")
-            try:
-                mode = os.stat(part, dir_fd=opened[-1], follow_symlinks=False).st_mode
-                if stat.S_ISLNK(mode):
-                    target = PurePosixPath(os.readlink(part, dir_fd=opened[-1]))
-                elif stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-                    opened.append(os.open(part, _FLAGS, dir_fd=opened[-1]))
-                    names.append(part)
-                    mode = os.fstat(opened[-1]).st_mode
-            except (OSError, ValueError) as error:
-                raise _missing() from error
-            if stat.S_ISLNK(mode):
-                links += 1
-                if links > _MOST_LINKS:
-                    raise PathError("unusable", "the path has too many symbolic links", "use the path that the links lead to")
-                if target.is_absolute():
-                    if not target.is_relative_to(root):
-                        raise _outside()
-                    while names:
-                        names.pop()
-                        os.close(opened.pop())
-                    target = target.relative_to(root)
-                pending.extendleft(reversed(target.parts))
-            elif not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                if pending:
-                    raise _missing()
-                text = "the path is neither a file nor a folder"
-                raise PathError("unusable", text, "use the path of a dataset file or of a folder with dataset files")
-        return Found(opened.pop(), root.joinpath(*names))
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+    if _OPEN_FILES.is_dir() and not (_OPEN_FILES / str(descriptor)).readlink().is_relative_to(root):
+        os.close(descriptor)
+        raise _outside()
+    return descriptor
 
 
-def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
-    """Yield (relative name, open file) for every dataset file. The caller must close the files.
+def _files(root: Path, real: Path, most_entries: int) -> Iterator[tuple[str, Path]]:
+    """Yield (relative name, path without symbolic links) for every dataset file.
 
     Raises PathError if an entry of a folder is a link that leads outside the root, or is neither a file nor a folder. Also
     raises PathError if the dataset's folders have more than `most_entries` entries in total, or if the dataset is a single file
     with an unknown suffix.
     """
-    if not found.is_folder():
-        if dataset_suffix(found.path.name) is None:
+    if not _is_folder(real, "the path is neither a file nor a folder", "use the path of a dataset file or folder"):
+        if dataset_suffix(real.name) is None:
             raise PathError("unusable", "the file type is unknown", f"dataset files end in {SUFFIXES_IN_WORDS}")
-        yield found.path.name, _open_file(Found(os.dup(found.descriptor), found.path))
+        yield real.name, real
         return
-    seen, entries = {found.path}, 0
-    pending = [(found.path, "")]
+    seen, entries, pending = {real}, 0, [(real, "")]
     while pending:
         folder, prefix = pending.pop()
-        inside = folder.relative_to(root).parts
-        at = _walk(root, inside, ())
         try:
-            names = os.listdir(at.descriptor)  # noqa: PTH208 (the folder's path may lead to a different folder by now)
+            names = sorted(os.listdir(folder))  # noqa: PTH208 - only names are needed
         except OSError as error:
             raise _missing() from error
-        finally:
-            os.close(at.descriptor)
-        for name in sorted(names):
+        for name in names:
             entries += 1
             if entries > most_entries:
                 text = f"the folder and its subfolders have more than {most_entries:,} entries in total"
                 raise PathError("unusable", text, "use fewer, larger files")
             if name.startswith("."):  # dataset readers skip hidden entries too
                 continue
-            entry = _entry(root, inside, name)
-            if entry.is_folder():
-                os.close(entry.descriptor)
-                if entry.path not in seen:
-                    seen.add(entry.path)
-                    pending.append((entry.path, f"{prefix}{name}/"))
+            entry = _resolved(root, folder / name)
+            text = f"the folder contains an entry that is neither a file nor a folder: {shortened(name)}"
+            if _is_folder(entry, text, "remove that entry"):
+                if entry not in seen:
+                    seen.add(entry)
+                    pending.append((entry, f"{prefix}{name}/"))
             elif dataset_suffix(name) is not None:
-                yield f"{prefix}{name}", _open_file(entry)
-            else:
-                os.close(entry.descriptor)
+                yield f"{prefix}{name}", entry
 
 
-def _entry(root: Path, folder: Sequence[str], name: str) -> Found:
-    """Open an entry of a folder."""
-    at = _walk(root, folder, ())
+def _is_folder(path: Path, problem: str, next_step: str) -> bool:
+    """Return whether a path is a folder; raise PathError with this text if it is neither a folder nor a file."""
     try:
-        mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode
+        mode = path.stat().st_mode
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PathError("unusable", "the path's symbolic links form a circle", "use the path of a file") from error
         raise _missing() from error
-    finally:
-        os.close(at.descriptor)
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-        text = f"the folder contains an entry that is neither a file nor a folder: {shortened(name)}"
-        raise PathError("unusable", text, "remove that entry")
-    return _walk(root, folder, (name,))
-
-
-def _open_file(found: Found) -> OpenFile:
-    return OpenFile(found.path, found.descriptor, FileIdentity.of(os.fstat(found.descriptor)), None)
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise PathError("unusable", problem, next_step)
+    return stat.S_ISDIR(mode)
 
 
 def _outside() -> PathError:

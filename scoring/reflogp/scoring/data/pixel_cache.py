@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sqlite3
 import threading
 from contextlib import suppress
@@ -17,7 +16,7 @@ from types import TracebackType
 import PIL
 
 from reflogp.store.digests import cache_dir
-from reflogp.store.files import open_own_folder
+from reflogp.store.files import own_folder
 from reflogp.store.images import DIGEST_BYTES, Kind
 
 logger = logging.getLogger(__name__)
@@ -41,9 +40,8 @@ class PixelCache:
         self._new: dict[bytes, tuple[bytes, Kind]] = {}
 
     def __enter__(self) -> PixelCache:
-        folder = cache_dir() / f"pixels-{os.getuid()}"
         try:
-            os.close(open_own_folder(folder))
+            folder = own_folder(cache_dir(), "pixels")
             self._file = sqlite3.connect(folder / "pixels.sqlite", timeout=_PATIENCE, check_same_thread=False)
             self._file.execute("PRAGMA journal_mode = WAL")
             self._file.execute("PRAGMA synchronous = OFF")

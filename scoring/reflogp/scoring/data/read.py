@@ -35,8 +35,8 @@ from reflogp.scoring.data.bounds import (
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
-from reflogp.store import FileChangedError, ReflogpError, UsageError
-from reflogp.store.digests import FileIdentity
+from reflogp.store import ReflogpError, UsageError
+from reflogp.store.digests import FileIdentity, require_unchanged
 from reflogp.store.hub import SCHEME, HubFile
 from reflogp.store.texts import counted, shortened
 
@@ -172,13 +172,7 @@ class RowSource:
 
         If you read the dataset more than once, call this method before you publish a result.
         """
-        for file, identity in self._identities.items():
-            try:
-                same = FileIdentity.at(file) == identity
-            except OSError:
-                same = False
-            if not same:
-                raise FileChangedError(f"{file} was changed, replaced or deleted while it was being read; run again")
+        require_unchanged(self._identities)
 
     def count(self) -> int:
         """Return the number of rows, including unreadable rows.

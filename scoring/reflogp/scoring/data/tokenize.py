@@ -23,7 +23,7 @@ from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
-from reflogp.scoring.data.tokenizer_files import open_tokenizer
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.tracing import span, traced
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -71,8 +71,7 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTok
 
     Raises TokenizerError if no tokenizer can be loaded, and FileChangedError if the tokenizer's files change during loading.
     """
-    with open_tokenizer(model) as files:
-        return files.load(trust_remote_code)
+    return read_tokenizer_files(model).load(trust_remote_code)
 
 
 def tokenize_dataset(

@@ -158,7 +158,8 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
             f"{checkpoint.folder}: weights are missing from the files or do not have the shape that config.json specifies "
             f"({', '.join(absent[:3])}; {len(absent)} in total): use the config that was saved with the weights"
         )
-    if checkpoint.adapter is not None:
+    read_by_transformers = quantized and (checkpoint.folder / "adapter_config.json").is_file()
+    if checkpoint.adapter is not None and not read_by_transformers:
         loaded = _with_adapter(loaded, checkpoint.adapter, where)
     loaded = _frozen(loaded)
     if where.type == "cpu" and quantized:

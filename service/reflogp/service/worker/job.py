@@ -286,11 +286,10 @@ def _attempt(
         image_files = True
         return open_below(path)
 
-    file = Path(order.file)
-    root = file.parent if order.root is None else Path(order.root)
-    with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
+    root = None if order.root is None else Path(order.root)
+    with OpenDataset(root, Path(order.file), order.digest) as files:
         try:
-            open_below = image_below(root, files.path)
+            open_below = image_below(root or files.path.parent, files.path)
             source = RowSource(str(files.readable), order.split, place.bounds, job.check, open_image)
             kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
             dataset = TokenizedDataset(
