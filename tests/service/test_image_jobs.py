@@ -101,7 +101,7 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "/etc/passwd": "not under a folder",
         "../.hidden.png": "hidden file or folder",
         "none.png": "no such file",
-        "../pipe.png": "neither a file nor a folder",
+        "../pipe.png": "the path is not a file",
         "../deep": "not a file",
         "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",

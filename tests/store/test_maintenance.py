@@ -1,5 +1,6 @@
 """Test compaction, vacuum, export and import."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -15,7 +16,6 @@ from reflogp.store import (
     Store,
     StoreUnavailableError,
     UsageError,
-    export_table,
     import_folder,
     join_logps,
     maintenance,
@@ -146,6 +146,29 @@ def test_vacuum_removes_what_a_killed_writer_left_and_spares_what_is_young(table
     assert not table.verify()
 
 
+@pytest.mark.parametrize("kept_by_the_table", [False, True], ids=["new table", "table of an earlier version"])
+def test_vacuum_deletes_log_entries_that_are_older_than_a_checkpoint_and_a_month(table, tmp_path, kept_by_the_table):
+    log = Path(table.uri) / "_delta_log"
+    if kept_by_the_table:  # earlier versions switched the clean-up of the log off
+        first = log / f"{0:020}.json"
+        actions = [json.loads(line) for line in first.read_text().splitlines()]
+        for action in actions:
+            if "metaData" in action:
+                action["metaData"]["configuration"]["delta.enableExpiredLogCleanup"] = "false"
+        first.write_text("\n".join(map(json.dumps, actions)))
+        table = Store(tmp_path / "store")[REFERENCE.reference_id]
+    keys, rows = some_rows(0, 120)
+    for number in range(120):
+        table.append(rows.slice(number, 1))
+    then = time.time() - 40 * 24 * 3600
+    for file in log.iterdir():
+        os.utime(file, (then, then))
+    before = len(list(log.glob("*.json")))
+    assert table.vacuum() == []
+    assert len(list(log.glob("*.json"))) < before / 2
+    assert values_of(Store(tmp_path / "store")[REFERENCE.reference_id].snapshot(), keys) == rows["token_logps"].to_pylist()
+
+
 def test_vacuum_refuses_what_could_hurt_others_and_a_clock_that_went_back(table, monkeypatch):
     table.append(some_rows(0, 10)[1])
     with pytest.raises(UsageError, match="use at least 1 hour, or 0 hours with --alone"):
@@ -172,7 +195,7 @@ def test_an_export_loads_with_datasets_and_comes_back(table, tmp_path):
     keys, rows = some_rows(0, 100)
     table.append(rows.slice(0, 60))
     table.append(rows.slice(40))
-    assert export_table(table, str(tmp_path / "shared")) == (100, 1)
+    assert table.export(str(tmp_path / "shared")) == (100, 1)
     loaded = datasets.load_dataset(str(tmp_path / "shared"), split="train", cache_dir=str(tmp_path / "cache"))
     assert len(loaded) == 100
     assert sorted(loaded["key"]) == sorted(keys.to_pylist())
@@ -192,10 +215,10 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(UsageError, match="not an empty folder"):
-        export_table(table, str(tmp_path / "full"))
+        table.export(str(tmp_path / "full"))
     with pytest.raises(UsageError, match="not an export"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "full"))
-    export_table(table, str(tmp_path / "shared"))
+    table.export(str(tmp_path / "shared"))
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
@@ -238,7 +261,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
     old = table.snapshot()
     table.append(rows.slice(20))
     table.compact()
-    assert export_table(table, str(tmp_path / "old"), table.snapshot(old.number))[0] == 20
+    assert table.export(str(tmp_path / "old"), old.number)[0] == 20
 
 
 @pytest.mark.parametrize(
@@ -256,7 +279,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
 def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
     table.append(some_rows(0, 10)[1])
     shared = tmp_path / "shared"
-    export_table(table, str(shared))
+    table.export(str(shared))
     reference, part = shared / "reference.json", shared / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     if what == "outside":

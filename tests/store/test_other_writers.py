@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, WriterProperties, write_deltalake
 
-from reflogp.store import Store, UsageError, export_table, import_folder
+from reflogp.store import Store, UsageError, import_folder
 from tests.store.rows import REFERENCE, some_rows
 
 TABLES, SMALL_GROUPS = 12, WriterProperties(max_row_group_size=64, write_batch_size=64)
@@ -72,7 +72,7 @@ def test_no_operation_loses_a_row(tmp_path, seed):
             assert all(grown[key][: len(values)] == values for key, values in expected.items())
             expected = grown
         elif operation == "export":
-            export_table(table, str(tmp_path / "shared"))
+            table.export(str(tmp_path / "shared"))
             other = Store(tmp_path / "other")
             import_folder(other, str(tmp_path / "shared"))
             assert values_of(other[REFERENCE]) == expected

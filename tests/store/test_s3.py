@@ -14,7 +14,6 @@ from reflogp.store import (
     Store,
     StoreUnavailableError,
     UsageError,
-    export_table,
     import_folder,
 )
 from tests.store.rows import REFERENCE, some_rows
@@ -94,7 +93,7 @@ def test_export_and_import(uri, tmp_path):
     table = Store(uri).create_table(REFERENCE)
     keys, rows = some_rows(0, 30)
     table.append(rows)
-    export_table(table, str(tmp_path / "shared"))
+    table.export(str(tmp_path / "shared"))
     import_folder(Store(f"{uri}-2"), str(tmp_path / "shared"))
     assert values_of(Store(f"{uri}-2")[REFERENCE.reference_id], keys) == rows["token_logps"].to_pylist()
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from reflogp.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
-from reflogp.store import LogprobTable, ReflogpError, Store, UsageError, export_table, import_folder
+from reflogp.store import LogprobTable, ReflogpError, Store, UsageError, import_folder
 from reflogp.store.exchange import Imported
 from reflogp.store.hub import pull, push_table
 from reflogp.store.maintenance import RETENTION_HOURS
@@ -238,7 +238,7 @@ def export(
     """
     table = _Tables(Store(uri), reference).only("an export")
     with progress_bar(f"exporting {table.reference.name}") as bar:
-        rows, files = export_table(table, folder, table.snapshot(snapshot), bar.hashed)
+        rows, files = table.export(folder, snapshot, bar.hashed)
     if as_json:
         print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
     else:

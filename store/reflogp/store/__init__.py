@@ -30,7 +30,7 @@ from reflogp.store.keys import sequence_keys
 from reflogp.store.reference import Reference, describe_reference
 
 if TYPE_CHECKING:
-    from reflogp.store.exchange import export_table, import_folder
+    from reflogp.store.exchange import import_folder
     from reflogp.store.snapshot import Snapshot
     from reflogp.store.store import Store
     from reflogp.store.table import LogprobTable
@@ -55,7 +55,6 @@ __all__ = [
     "StoreUnavailableError",
     "UsageError",
     "describe_reference",
-    "export_table",
     "import_folder",
     "join_logps",
     "read_checkpoint",
@@ -69,7 +68,6 @@ _WITH_DELTALAKE = {
     "Store": "store",
     "LogprobTable": "table",
     "Snapshot": "snapshot",
-    "export_table": "exchange",
     "import_folder": "exchange",
 }
 

@@ -1,12 +1,7 @@
-"""Share a table: export it as a folder of Parquet files with a README, and add the rows of an exported folder to a store.
-
-An export has one row for each key, in data/part-*.parquet, and a reference.json that describes the reference model.
-"""
+"""Add the rows of an exported folder to a store."""
 
 from __future__ import annotations
 
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +10,12 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import UsageError
-from reflogp.store.maintenance import SHARD_BYTES, merged_rows
-from reflogp.store.reference import Reference
-from reflogp.store.schema import SCHEMA, columns_table, problem_of_rows
-from reflogp.store.shard import write_shard
-from reflogp.store.snapshot import Snapshot
+from reflogp.store.export import DATA_FILES
+from reflogp.store.reference import REFERENCE_FILE, Reference
+from reflogp.store.schema import SCHEMA, problem_of_rows
 from reflogp.store.storage import STORAGE_ERRORS, sentence
-from reflogp.store.store import REFERENCE_FILE, Store
-from reflogp.store.table import LogprobTable
+from reflogp.store.store import Store
 
-README_FILE, DATA_FILES = "README.md", "data/part-*.parquet"
 _IMPORT_ROWS = 65_536
 
 
@@ -46,59 +37,6 @@ class Imported:
     snapshot: int
 
 
-def export_table(
-    table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
-) -> tuple[int, int]:
-    """Export a snapshot: write its rows to a folder as Parquet files, together with a README.md and a reference.json.
-
-    The folder can be read with `datasets.load_dataset(folder)`, and its data files with any Parquet reader.
-
-    Args:
-        table: the table to export.
-        folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
-        snapshot: the snapshot to export, or None for the latest.
-        progress: called with (rows written, total rows).
-
-    Returns:
-        The number of rows and the number of Parquet files.
-
-    Raises:
-        UsageError: the folder is not empty, or cannot be written to.
-        DamagedStoreError: a shard is damaged or missing.
-        StoreUnavailableError: the store cannot be read.
-
-    Examples:
-        >>> from reflogp.store import Store, describe_reference, export_table
-        >>> table = Store("./logps")[describe_reference("./sft-model", "bfloat16")]
-        >>> rows, files = export_table(table, "./logps-to-share")
-        >>> files
-        1
-    """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{folder} exists and is not an empty folder; choose another folder")
-    snapshot = snapshot or table.snapshot()
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    rows = files = 0
-    try:
-        (partial / "data").mkdir(parents=True)
-        for part in merged_rows(table, snapshot, SHARD_BYTES) if len(snapshot) else [SCHEMA.empty_table()]:
-            write_shard(part, partial / f"data/part-{files:05}.parquet")
-            rows, files = rows + len(part), files + 1
-            if progress:
-                progress(rows, len(snapshot))
-        (partial / REFERENCE_FILE).write_text(table.reference.to_json(), encoding="utf-8")
-        (partial / README_FILE).write_text(_readme(table.reference), encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        partial.replace(target)
-    except OSError as error:
-        raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return rows, files
-
-
 def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
     """Append an export's rows to a store, which is created if it does not exist. Values that the store already has are kept.
 
@@ -106,7 +44,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
 
     Args:
         store: the store to import into.
-        folder: a folder that `export_table` wrote.
+        folder: a folder that `LogprobTable.export` wrote.
         progress: called with (rows done, total rows). Each row counts twice in both numbers, because it is first checked and
             then written.
 
@@ -119,9 +57,8 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         StoreError: the store cannot be written to. Rows that were written before the error are kept.
 
     Examples:
-        >>> from reflogp.store import Store, describe_reference, export_table, import_folder
-        >>> table = Store("./logps")[describe_reference("./sft-model", "bfloat16")]
-        >>> rows, files = export_table(table, "./logps-to-move")
+        >>> from reflogp.store import Store, describe_reference, import_folder
+        >>> rows, files = Store("./logps")[describe_reference("./sft-model", "bfloat16")].export("./logps-to-move")
         >>> imported = import_folder(Store("./logps-moved"), "./logps-to-move")
         >>> imported.written == rows
         True
@@ -158,34 +95,3 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
 def _with_types(rows: pa.Table) -> pa.Table:
     """Return rows with the types of SCHEMA, if they have its columns."""
     return rows.cast(pa.schema([field.with_nullable(True) for field in SCHEMA])) if rows.schema.names == SCHEMA.names else rows
-
-
-def _readme(reference: Reference) -> str:
-    """Return the text of an export's README.md, which becomes the dataset card if the export is pushed to the Hub."""
-    return f"""---
-configs:
-- config_name: default
-  data_files: data/*.parquet
-tags:
-- reflogp
----
-
-# Reference log-probs of {reference.name}
-
-| | |
-| --- | --- |
-| reference model | {reference.name} |
-| reference id | `{reference.reference_id}` |
-| dtype | {reference.dtypes()} |
-
-The files contain log-probabilities, token counts and hashes of token ids, but none of the dataset's text and no weights.
-
-{columns_table()}
-
-Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
-
-    reflogp store pull ./logps hf://datasets/ORGANISATION/NAME   # from the Hub
-    reflogp store import ./logps FOLDER                          # from a folder
-
-`reference.json` describes the reference model. Values that the store already has are kept.
-"""

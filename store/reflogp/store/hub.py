@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import DATA_FILES, README_FILE, Imported, export_table, import_folder
-from reflogp.store.reference import Reference
+from reflogp.store.exchange import Imported, import_folder
+from reflogp.store.export import DATA_FILES, README_FILE, export_snapshot
+from reflogp.store.reference import REFERENCE_FILE, Reference
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence
-from reflogp.store.store import REFERENCE_FILE, Store
+from reflogp.store.store import Store
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import counted
 
@@ -213,7 +214,7 @@ def push_table(
         raise UsageError(f"{place} contains data that reflogp did not push, such as {others[0]}: push to another repository")
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
         export = Path(scratch) / "export"
-        rows, files = export_table(table, str(export), snapshot, progress)
+        rows, files = export_snapshot(table, snapshot, str(export), progress)
         with translated(place):
             done = api.upload_folder(
                 repo_id=place.repository,

@@ -25,6 +25,8 @@ from reflogp.store.texts import counted, short_repr
 #: fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
+#: Name of the file that describes a reference model, in its folder of a store and in an export.
+REFERENCE_FILE = "reference.json"
 #: A dtype argument that stands for the dtype in which the model's log-probs in the store were computed. The function
 #: `store.choose_reference` replaces "auto" with that dtype. `describe_reference` does not accept "auto".
 AUTO = "auto"

@@ -23,11 +23,10 @@ from reflogp.store.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from reflogp.store.reference import AUTO, Reference, describe_all_numerics, describe_reference
+from reflogp.store.reference import AUTO, REFERENCE_FILE, Reference, describe_all_numerics, describe_reference
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import short_repr
 
-REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
 
 

@@ -22,6 +22,7 @@ from reflogp.store import maintenance, storage
 from reflogp.store.commits import TableLog, in_turn, shards_of
 from reflogp.store.digests import Progress
 from reflogp.store.errors import SnapshotNotFoundError, StoreError, UsageError
+from reflogp.store.export import export_snapshot
 from reflogp.store.index import each_key_once
 from reflogp.store.keys import TokenLists, keys_as_words, list_lengths, sequence_keys, token_lists
 from reflogp.store.maintenance import RETENTION_HOURS, SHARD_BYTES, SMALL_BYTES, Compacted, Damage, Dropped
@@ -241,6 +242,27 @@ class LogprobTable(TableLog):
         """Remove rows, in a new snapshot: those of the given shards, or those with the given provenance. See
         `maintenance.drop`."""
         return maintenance.drop(self, shards=shards, provenance=provenance, progress=progress)
+
+    def export(self, folder: str, number: int | None = None, progress: Progress | None = None) -> tuple[int, int]:
+        """Write a snapshot's rows to a folder as Parquet files, together with a README.md and a reference.json.
+
+        The folder can be read with `datasets.load_dataset(folder)`, its data files with any Parquet reader, and
+        `import_folder` adds it to a store.
+
+        Args:
+            folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
+            number: number of the snapshot to export, or None for the latest.
+            progress: called with (rows written, total rows).
+
+        Returns:
+            The number of rows and the number of Parquet files.
+
+        Raises:
+            UsageError: the folder is not empty, or cannot be written to.
+            DamagedStoreError: a shard is damaged or missing.
+            StoreUnavailableError: the store cannot be read.
+        """
+        return export_snapshot(self, self.snapshot(number), folder, progress)
 
     def _latest_snapshot(self) -> Snapshot:
         number, latest = int(self._delta.version()), self._latest

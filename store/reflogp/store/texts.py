@@ -14,7 +14,6 @@ import math
 import re
 import unicodedata
 from datetime import UTC, datetime
-from functools import cache
 from types import TracebackType
 
 #: Maximum number of characters in an error message.
@@ -133,16 +132,6 @@ def machine_moment(when: datetime) -> str:
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-#: Unicode categories that are escaped: control characters, format characters (bidi controls, zero-width characters, tags), lone
-#: surrogates, line separators and paragraph separators.
-_ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-#: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the Unicode property
-#: Prepended_Concatenation_Mark). They are not escaped.
-_HAVE_A_SHAPE = frozenset([*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
-#: Unassigned code points that are displayed as nothing (the Unicode property Default_Ignorable_Code_Point). They are escaped.
-_RESERVED = ((0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF))
-_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-
 #: A URI, starting at its `://`. Matching the scheme too would take quadratic time on a long word.
 _URI = re.compile(r"://([^\s\"'<>]+)")
 #: Parameters that contain a secret, in query strings that are quoted without their URI.
@@ -153,7 +142,8 @@ _SECRET = re.compile(
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return `text` with every control or invisible character written as an escape, such as ``\\x1b`` or ``\\u202e``.
+    """Return `text` with every character that is neither printable (`str.isprintable`) nor a space written as an escape, such
+    as ``\\x1b`` or ``\\u202e``.
 
     When the result is printed, it cannot control the terminal or change the order of the characters in a line. Letters of all
     scripts are unchanged.
@@ -163,7 +153,11 @@ def visible(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return text.translate(_escapes(keep))
+    return "".join(c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def hide_secrets(text: str) -> str:
@@ -187,24 +181,6 @@ def shortened_without_secrets(text: str) -> str:
     return shortened(hide_secrets(text))
 
 
-class _Escapes(dict[int, str | int]):
-    """A table for `str.translate` that maps characters to escapes, and caches the first few thousand entries."""
-
-    def __init__(self, keep: str) -> None:
-        super().__init__({ord(character): character for character in keep})
-
-    def __missing__(self, number: int) -> str | int:
-        found = _escape(chr(number)) if _is_escaped(chr(number)) else number
-        if len(self) < 5_000:
-            self[number] = found
-        return found
-
-
-@cache
-def _escapes(keep: str) -> _Escapes:
-    return _Escapes(keep)
-
-
 class LineFormatter(logging.Formatter):
     """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
 
@@ -226,20 +202,6 @@ class LineFormatter(logging.Formatter):
 
     def formatStack(self, stack_info: str) -> str:
         return _indented(super().formatStack(stack_info))
-
-
-def _is_escaped(character: str) -> bool:
-    number, kind = ord(character), unicodedata.category(character)
-    if kind == "Cn":
-        return any(first <= number <= last for first, last in _RESERVED)
-    return kind in _ESCAPED and number not in _HAVE_A_SHAPE
-
-
-def _escape(character: str) -> str:
-    number = ord(character)
-    if character in _NAMED:
-        return _NAMED[character]
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def _without_secrets(found: re.Match[str]) -> str:
