@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.store import CheckpointError, UsageError, describe_reference
 from tests.conftest import plain_token_logps
 from tests.scoring.test_engine import random_sequences
@@ -55,6 +56,26 @@ def test_an_adapter_on_the_head_is_not_overlooked(reference_folder, tmp_path):
     sequences = random_sequences(6)
     for ours, sequence in zip(TorchEngine(str(tmp_path), "float32").score(sequences), sequences, strict=True):
         assert np.abs(ours - plain_token_logps(model.eval(), sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_an_adapter_that_was_trained_with_new_tokens(reference_folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    size = base.config.vocab_size
+    base.resize_token_embeddings(size + 2)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.save_pretrained(tmp_path)
+    prompt, completion = [5, size, 6], [size + 1, 7, 8]
+    [ours] = TorchEngine(str(tmp_path), "float32").score([Sequence(prompt, completion)])
+    assert np.abs(ours - plain_token_logps(model.eval(), prompt, completion)).max() <= 1e-4
+
+
+def test_an_adapter_that_acts_only_in_pefts_own_forward_is_refused(reference_folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    activated = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, alora_invocation_tokens=[5, 6])
+    get_peft_model(base, activated).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="aLoRA"):
+        TorchEngine(str(tmp_path), "float32")
 
 
 def test_the_adapter_and_its_scale_are_in_the_reference_id(adapter, reference_folder, tmp_path):

@@ -1,13 +1,16 @@
 """Fidelity for every family, and independence of a value from its neighbours. The numbers are docs/fidelity.md's."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine.load import in_memory
 from tests.conftest import plain_token_logps
 from tools.families import FAMILIES, VOCAB, build
 from tools.fidelity import measure, some_pairs, spread_among_neighbours
@@ -55,9 +58,6 @@ def test_a_value_does_not_depend_on_its_neighbours(name, dtype, spread, tmp_path
 
 def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_path):
     """Phi-3's long rope changes every rotation of a pass once one sequence in it is longer than the original context."""
-    import torch
-    import transformers
-
     torch.manual_seed(0)
     factors = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
     config = transformers.Phi3Config(
@@ -103,6 +103,98 @@ def test_dynamic_rotary_embeddings_of_a_long_sequence_do_not_stay(tmp_path):
         fresh = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
         expected = plain_token_logps(fresh, sequence.prompt_ids, sequence.completion_ids)
         assert max(np.abs(values - expected).max() for values in found) <= 1e-4, len(sequence)
+
+
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+OTHER_SHAPES = {
+    "a backbone of another name": transformers.Llama4TextConfig(
+        **TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=32, attention_chunk_size=64
+    ),
+    "YaRN": transformers.Qwen2Config(
+        **TINY,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10_000.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_shapes_that_public_reports_name(name, tmp_path):
+    """Longer than `max_position_embeddings` too, which is no limit to rotary embeddings."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(OTHER_SHAPES[name]).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    random = np.random.default_rng(0)
+    sequences = [Sequence(random.integers(1, VOCAB, size).tolist(), random.integers(1, VOCAB, 8).tolist()) for size in (90, 20)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = TorchEngine(str(tmp_path), "float32")
+    for values, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_a_vision_model_whose_text_model_has_another_attention(tmp_path):
+    torch.manual_seed(0)
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    text = transformers.Gemma2Config(**TINY, head_dim=8)
+    config = transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=VOCAB - 1, projection_dim=32
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype="float32").eval()
+    assert model.config._attn_implementation != model.config.text_config._attn_implementation
+    sequence = Sequence([5, 6, 7, 8], [9, 10, 11])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        [values] = TorchEngine(str(tmp_path), "float32").score([sequence])
+    assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=1, n_head=2), 32),
+        (
+            transformers.OPTConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                ffn_dim=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=32,
+                word_embed_proj_dim=32,
+            ),
+            32,
+        ),
+        (transformers.GPTJConfig(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=1, n_head=2, rotary_dim=8), 32),
+        (transformers.LlamaConfig(**TINY), None),
+        (transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_only_a_table_of_positions_limits_the_length(config, limit):
+    model = AutoModelForCausalLM.from_config(config)
+    long = torch.zeros(1, 33, dtype=torch.long)
+    with nullcontext() if limit is None else pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=long)
+    assert in_memory(model).max_positions == limit
 
 
 @pytest.mark.slow

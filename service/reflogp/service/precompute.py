@@ -215,7 +215,7 @@ class Precompute:
             "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
-            "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
+            "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
@@ -583,9 +583,12 @@ class Precompute:
             await self._release(worker.number, running, write)
             return
         settings = claim.settings
+        entry = self._registry.entry_of(settings.reference, claim.reference_id)
         order = JobOrder(
             job=claim.id,
             reference_id=claim.reference_id,
+            model=entry.model,
+            revision=entry.revision,
             file=source["file"],
             digest=source["digest"],
             root=root,

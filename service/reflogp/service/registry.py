@@ -116,12 +116,18 @@ class ReferenceRegistry:
             )
         return found
 
-    def tokenizer_digest(self, reference: Reference) -> str | None:
+    def entry_of(self, name_or_id: str, reference_id: str) -> ReferenceSettings:
+        """Return the settings of the reference with this name, or else of the first one with this id: several references can have
+        the same weights and different tokenizers."""
+        if name_or_id in self._models:
+            return self._models[name_or_id]
+        return next(self._models[name] for name, reference in self._named.items() if reference.reference_id == reference_id)
+
+    def tokenizer_digest(self, name_or_id: str) -> str | None:
         """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
-        for name, entry in self._models.items():
-            if self._named[name].reference_id == reference.reference_id:
-                with suppress(ReflogpError):
-                    return read_tokenizer_files(str(resolve_model(entry.model, entry.revision))).digest
+        entry = self.entry_of(name_or_id, self.model_of(name_or_id).reference_id)
+        with suppress(ReflogpError):
+            return read_tokenizer_files(str(resolve_model(entry.model, entry.revision))).digest
         return None
 
     def named(self) -> dict[str, Reference]:

@@ -23,7 +23,14 @@ from reflogp.scoring.torch_engine.compilation import should_compile
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
-from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, forward_single, padded_batches
+from reflogp.scoring.torch_engine.forward import (
+    attention_names,
+    attention_of,
+    forward_pack,
+    forward_padded,
+    forward_single,
+    padded_batches,
+)
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsError
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
@@ -123,7 +130,7 @@ class TorchEngine:
         self.image_check: ImageCheck | None = None
         self._features = ImageFeatures(self._loaded.model, self.device)
         self._tokens_per_second = math.inf
-        self._own_attention = self._loaded.model.config._attn_implementation
+        self._own_attention = attention_names(self._loaded.model.config)
         with memory_errors(self.device, "the self-check was running"), on_device(self.device):
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)

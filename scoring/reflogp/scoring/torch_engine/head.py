@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine.load import autocasting
 from reflogp.scoring.torch_engine.log_sum_exp import Logits, LogSumExp, eager
 
@@ -195,8 +196,7 @@ class Head:
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward computes if its backbone returns `hidden`."""
-        name = self._model.base_model_prefix
-        backbone = self._model._modules[name]
+        name, backbone = backbone_of(self._model)
         self._model._modules[name] = _Answer(hidden[None], backbone)
         try:
             position = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
@@ -204,6 +204,18 @@ class Head:
             return logits
         finally:
             self._model._modules[name] = backbone
+
+
+def backbone_of(model: Any) -> tuple[str, torch.nn.Module]:
+    """Return the name and the module of the part of a model that computes hidden states: the one with the input embedding.
+
+    Its name is not always the class's `base_model_prefix` (Llama 4).
+    """
+    embedding = model.get_input_embeddings()
+    for name, part in model.named_children():
+        if any(module is embedding for module in part.modules()):
+            return name, part
+    raise EngineError(f"{type(model).__name__}: no part of the model has the input embedding")
 
 
 def _agree(logits: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -6,6 +6,7 @@ Weights are read from the files and moved to the device a few tensors at a time.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resol
 from reflogp.store.reference import autocast_dtype, resolve_dtype
 from reflogp.store.texts import first_line
 
+#: Largest number of rows that a table of positions has beyond those that tokens use (OPT and RoBERTa begin at 2).
+_POSITION_OFFSET = 4
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -33,7 +37,7 @@ class LoadedModel:
         dtype: dtype of the weights.
         autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
         vocab_size: number of rows of the output embedding; token ids must be smaller than this number.
-        max_positions: maximum number of positions according to the config; None if the config sets no limit.
+        max_positions: maximum number of tokens of a sequence; None if there is no limit.
         rope_limit: for models with "longrope" or "dynamic" RoPE scaling, the length above which a sequence changes the rotary
             embeddings of all sequences in its pass; None for other models. Sequences longer than `rope_limit` are scored alone.
     """
@@ -96,8 +100,13 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise EngineError(f"{adapter.folder} is an adapter, which needs peft: pip install peft") from error
+    if adapter.config.get("alora_invocation_tokens"):
+        raise EngineError(
+            f"{adapter.folder}: an activated LoRA (aLoRA) acts only after its invocation tokens, which is not supported"
+        )
     try:
         with memory_errors(device, f"the adapter {adapter.folder} was being loaded"):
+            _enlarge_vocabulary(model, adapter)
             wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
     except EngineError:
         raise
@@ -106,6 +115,17 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
     return wrapped.get_base_model()
+
+
+def _enlarge_vocabulary(model: Any, adapter: Adapter) -> None:
+    """Give the model as many token embeddings as the adapter's file has, if it has more: it was trained with new tokens."""
+    parts = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is part for part in parts)}
+    with safe_open(adapter.weight_file, framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - the file is not a dictionary
+    rows = max((shape[0] for key, shape in shapes.items() if key.split(".")[-2:-1] and key.split(".")[-2] in names), default=0)
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> LoadedModel:
@@ -203,7 +223,7 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
         device=device,
         dtype=dtype,
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        max_positions=_max_positions(text_config),
+        max_positions=_max_positions(model),
         rope_limit=_rope_limit(text_config),
         autocast=autocast,
     )
@@ -284,17 +304,16 @@ def forget_longest_pass(model: Any, limit: int) -> None:
                     module.register_buffer(f"{prefix}inv_freq", original.to(frequencies.device, copy=True), persistent=False)
 
 
-def _max_positions(config: Any) -> int | None:
-    """Return the maximum length of a sequence according to a config; None if the config sets no limit.
+def _max_positions(model: Any) -> int | None:
+    """Return the maximum length of a sequence: the length of the model's table of positions, or None if it computes them.
 
-    "Dynamic" rotary embeddings are scaled for sequences that are longer than `max_position_embeddings`. With such embeddings,
-    the maximum length is `max_position_embeddings` times `factor`.
+    Rotary embeddings and ALiBi continue for any length, so `max_position_embeddings` is no limit there.
     """
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if positions is not None and rope.get("rope_type") == "dynamic":
-        return int(positions * float(rope.get("factor", 1.0)))
-    return positions
+    config = model.config.get_text_config()
+    stated = getattr(config, "max_position_embeddings", None)
+    named = (*model.named_parameters(), *model.named_buffers())
+    tables = [len(tensor) for name, tensor in named if tensor.dim() >= 2 and re.search("pos|wpe", name)]
+    return stated if stated is not None and any(stated <= rows <= stated + _POSITION_OFFSET for rows in tables) else None
 
 
 def _rope_limit(config: Any) -> int | None:

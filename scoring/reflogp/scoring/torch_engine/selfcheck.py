@@ -16,7 +16,15 @@ from reflogp.scoring.torch_engine import compilation, forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
 from reflogp.scoring.torch_engine.compilation import allow_many_versions, or_fail
-from reflogp.scoring.torch_engine.forward import Path, forward_layout, forward_pack, forward_padded, forward_single
+from reflogp.scoring.torch_engine.forward import (
+    AttentionNames,
+    Path,
+    attention_names,
+    forward_layout,
+    forward_pack,
+    forward_padded,
+    forward_single,
+)
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import ImageFeatures, decoder_calls, layout_of
 from reflogp.scoring.torch_engine.load import LoadedModel
@@ -103,7 +111,7 @@ def check_images(
     features: ImageFeatures,
     sequences: list[Sequence],
     refused: Collection[str],
-    own_attention: str | None,
+    own_attention: AttentionNames,
 ) -> ImageCheck:
     """Score a few sequences with images to decide whether to pack such sequences; warn if they are not packed.
 
@@ -119,7 +127,7 @@ def check_images(
         features: object that builds the inputs of the model's decoder.
         sequences: at least one sequence, all with images.
         refused: names of attention kernels that must not be used.
-        own_attention: name of the attention implementation that the model used before packed attention was set.
+        own_attention: the attention implementations that the model used before packed attention was set.
 
     Raises PictureError if an image can no longer be read. Out-of-memory errors, and errors while the sequences are scored one
     at a time, are re-raised.
@@ -208,7 +216,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
 
 def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
     model, device = loaded.model, loaded.device
-    own_attention = model.config._attn_implementation
+    own_attention = attention_names(model.config)
+    own_kernel = str(model.config.get_text_config()._attn_implementation)
     samples, plain = _samples(loaded), []
     for sample in samples:
         try:
@@ -228,7 +237,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
     if "packed" in rejected:
         model.set_attn_implementation(own_attention)
         path: Path = "single" if "padded" in rejected else "padded"
-        difference, kernels = (0.0 if path == "single" else padded), [str(own_attention)]
+        difference, kernels = (0.0 if path == "single" else padded), [own_kernel]
         warnings.warn(
             f"{type(model).__name__} uses the {path} path, which is slower than the packed path; the packed path "
             f"was rejected: {rejected['packed']}",

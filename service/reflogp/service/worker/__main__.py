@@ -329,13 +329,12 @@ class Worker:
         def announce(keys: list[str]) -> None:
             self.send({"op": "pass", "job": order.job, "keys": keys})
 
-        place = self._models(order.reference_id)
-        folder = self._folder(order.reference_id)
-        reference = self._reference(order.reference_id)
+        trusted = self._models(order.reference_id).trust_remote_code
+        folder = str(resolve_model(order.model, order.revision))
         model = JobModel(
-            reference,
-            partial(self._tokenizers.find, folder, place.trust_remote_code),
-            partial(load_processor, folder, folder, None, place.trust_remote_code),
+            self._reference(order.reference_id),
+            partial(self._tokenizers.find, folder, trusted),
+            partial(load_processor, folder, folder, None, trusted),
         )
         callbacks = JobCallbacks(report, announce, partial(self._check, ordered))
         return run_job(order, self._place, model, self.loop, helpers, callbacks)

@@ -97,6 +97,8 @@ class JobOrder:
     """An order from the service to a worker to run a job.
 
     Attributes:
+        model, revision: the model whose tokenizer and image processor the job uses. Several references in the settings can have
+            the same weights, and so the same id, with different tokenizers.
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
         root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
@@ -110,6 +112,8 @@ class JobOrder:
 
     job: str
     reference_id: str
+    model: str
+    revision: str | None
     file: str
     digest: str
     root: str | None
