@@ -200,6 +200,8 @@ def _order(world: World, state: Path, reference_id: str) -> JobOrder:
     return JobOrder(
         job="job",
         reference_id=reference_id,
+        model=str(world.model),
+        revision=None,
         file=str(world.data),
         root=None,
         digest=digest_below(world.folder, world.data)[1],

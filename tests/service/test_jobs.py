@@ -1,17 +1,22 @@
 """Jobs over HTTP, as they run: a service's process, a worker's process, a store on disk."""
 
 import json
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, ServiceUri, Uploaded
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, UsageError, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -38,6 +43,24 @@ def service(place, reference_folder, warm_python):
 def client(service):
     with Client(service.url) as found:
         yield found
+
+
+@pytest.mark.slow
+def test_two_references_with_the_same_weights_have_their_own_templates(tmp_path, reference_folder, pair_rows, warm_python):
+    other = Path(shutil.copytree(reference_folder, tmp_path / "other"))
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{%", "Hm. {%", 1))
+    references = {"ref": float32(reference_folder), "other": float32(other)}
+    file = write_rows(tmp_path / "rows.jsonl", pair_rows[:3])
+    service_file = settings_file(tmp_path, tmp_path / "store", references)
+    with running("--config", service_file, warm=warm_python) as service, Client(service.url) as client:
+        for name, folder in (("ref", reference_folder), ("other", other)):
+            job = client.watch(client.submit(file, name).id)
+            result = pq.read_table(client.result(job.id, tmp_path / f"{name}.parquet"))
+            [window] = tokenize_dataset(RowSource(str(file)), load_tokenizer(str(folder)))
+            assert result["chosen_key"] == pa.chunked_array(
+                [sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).cast(result["chosen_key"].type)]
+            )
 
 
 @pytest.mark.slow

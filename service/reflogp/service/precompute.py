@@ -44,6 +44,7 @@ from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import JobOrder
+from reflogp.store import ReferenceNotFoundError
 from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
@@ -567,11 +568,14 @@ class Precompute:
         root: str | None = None
         write: _Write | None = None
         try:
+            entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
             if "path" in source:
                 root = await to_thread.run_sync(self._check_unchanged, source)
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
+        except ReferenceNotFoundError as error:
+            write = self._finish(claim.id, "failed", error=str(error))
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
             write = self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
@@ -583,7 +587,6 @@ class Precompute:
             await self._release(worker.number, running, write)
             return
         settings = claim.settings
-        entry = self._registry.entry_of(settings.reference, claim.reference_id)
         order = JobOrder(
             job=claim.id,
             reference_id=claim.reference_id,

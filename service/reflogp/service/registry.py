@@ -13,7 +13,7 @@ from threading import Lock
 import pyarrow as pa
 
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
-from reflogp.service.settings import ServerSettings
+from reflogp.service.settings import ReferenceSettings, ServerSettings
 from reflogp.store import (
     DamagedStoreError,
     LogprobTable,
@@ -117,11 +117,16 @@ class ReferenceRegistry:
         return found
 
     def entry_of(self, name_or_id: str, reference_id: str) -> ReferenceSettings:
-        """Return the settings of the reference with this name, or else of the first one with this id: several references can have
-        the same weights and different tokenizers."""
-        if name_or_id in self._models:
-            return self._models[name_or_id]
-        return next(self._models[name] for name, reference in self._named.items() if reference.reference_id == reference_id)
+        """Return the settings of the reference with this name and id, or else of the first one with this id.
+
+        Several references can have the same weights, and so the same id, with different tokenizers.
+
+        Raise ReferenceNotFoundError if the settings no longer have a reference with this id.
+        """
+        names = [name for name, reference in self._named.items() if reference.reference_id == reference_id]
+        if not names:
+            raise ReferenceNotFoundError(f"this service has no model for reference {reference_id!r} any more")
+        return self._models[name_or_id if name_or_id in names else names[0]]
 
     def tokenizer_digest(self, name_or_id: str) -> str | None:
         """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
