@@ -21,6 +21,7 @@ The limits do not cover the following costs. The first three are costs in memory
 
 from __future__ import annotations
 
+import codecs
 import io
 import struct
 import sys
@@ -101,7 +102,10 @@ class Meter:
 def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
     """Open a text file, decompress it according to its suffix, and count the decompressed bytes that are read."""
     with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
-        yield io.BufferedReader(_Counted(stream, meter), _CHUNK)
+        reader: Any = io.BufferedReader(_Counted(stream, meter), _CHUNK)
+        if reader.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # as Excel and PowerShell write it
+            reader.read(len(codecs.BOM_UTF8))
+        yield reader
 
 
 def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:

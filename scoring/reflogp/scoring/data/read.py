@@ -38,7 +38,7 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity, require_unchanged
 from reflogp.store.hub import SCHEME, HubFile
-from reflogp.store.texts import counted, shortened
+from reflogp.store.texts import counted, first_line, shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
 
@@ -132,7 +132,7 @@ class RowSource:
         path = _downloaded(data) if data.startswith(SCHEME) and bounds is None else Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
-            self.format, self.files = _folder_format(path)
+            self.format, self.files = _folder_format(path, split, bounds is not None)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
         elif (
@@ -204,7 +204,9 @@ class RowSource:
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
         if self.format == "parquet":
-            return pa.unify_schemas([schema for _, schema in self._parquet_descriptions()])
+            with _as_dataset_error(Path(self.name), self.format):
+                found = [schema for _, schema in self._parquet_descriptions()]
+                return pa.unify_schemas(found, promote_options="permissive")
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
             # Table.from_pylist would use only the columns of the first row.
@@ -347,16 +349,31 @@ def _file_format(path: Path) -> FileFormat:
     return _SUFFIXES[f".{suffix.split('.')[1]}"]  # without the suffix of a compression
 
 
-def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
+def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileFormat, tuple[Path, ...]]:
+    """Return the format and the files of a split of a folder.
+
+    `datasets` decides which files belong to a split: by metadata in a README.md, or by names such as train-00000.parquet.
+
+    Args:
+        is_fetched: whether the folder may have the files of the split alone, under names that say nothing of it.
+    """
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()
-    files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
-    data = [p for p in files if dataset_suffix(p.name) is not None]
-    formats = {_file_format(p) for p in data}
+    import datasets
+
+    try:
+        of_splits = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+    except Exception as error:  # `datasets` raises exceptions of many types
+        text = shortened(first_line(error))
+        raise DatasetError(f"the folder {folder} cannot be read as a dataset ({type(error).__name__}: {text})") from error
+    if split not in of_splits and not (is_fetched and len(of_splits) == 1):
+        raise DatasetError(f"the folder {folder} has no split {split!r}; choose from {', '.join(map(str, of_splits))}")
+    files = of_splits[split] if split in of_splits else next(iter(of_splits.values()))
+    data = tuple(Path(file) for file in files if dataset_suffix(file) is not None)
+    formats = {_file_format(file) for file in data}
     if len(formats) != 1:
-        several = "files in several formats: leave only one format, or pass a single file"
-        raise DatasetError(f"{folder} contains {'no data files (subfolders are not read)' if not formats else several}")
-    return formats.pop(), tuple(data)
+        raise DatasetError(f"{folder} has files in several formats: leave only one format, or pass a single file")
+    return formats.pop(), data
 
 
 def _downloaded(uri: str) -> Path:
@@ -524,8 +541,8 @@ def _json_array(text: str) -> Iterator[_Read]:
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
     """Yield the rows of a CSV file.
 
-    Values are strings. An empty cell becomes None, as in `datasets`. A record with too few or too many cells is an unreadable
-    row.
+    Values are strings, also where all cells of a column are numbers, which `datasets` reads as such and TRL then refuses. An
+    empty cell becomes None. A record with too few or too many cells is an unreadable row.
     """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:
@@ -534,6 +551,8 @@ def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
         header = next(rows, None)
         if not header:
             raise DatasetError(f"{file} has no header line")
+        if len(set(header)) < len(header):
+            raise DatasetError(f"{file}: several columns have the same name: {shortened(', '.join(header))}")
         records.next_record()
         for cells in rows:
             size = records.next_record()
@@ -549,7 +568,7 @@ def _parquet(file: Path, meter: Meter) -> Iterator[_Read]:
         return
     for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
         for row in batch.to_pylist():
-            yield row, None, 0
+            yield row, None, bytes_of_images(row)
 
 
 def _arrow(file: Path, meter: Meter) -> Iterator[_Read]:
@@ -566,7 +585,7 @@ def _arrow(file: Path, meter: Meter) -> Iterator[_Read]:
         for batch in batches:
             batch.validate(full=True)
             for row in batch.to_pylist():
-                yield row, None, 0
+                yield row, None, bytes_of_images(row)
 
 
 def _bounded(batches: Iterable[pa.RecordBatch], meter: Meter) -> Iterator[_Read]:

@@ -71,6 +71,9 @@ def detect_format(columns: dict[str, Any]) -> Format:
     if {"prompt", "completion"} <= names:
         return "kto"
     shown = shortened_names(sorted(map(str, names))) or "(none)"
+    delimiter = next((each for each in (";", "\t", "|") if len(names) == 1 and each in str(*names)), None)
+    if delimiter is not None:
+        raise DatasetError(f"the only column is {shown}: the file seems to be delimited by {delimiter!r}; write it with commas")
     raise DatasetError(
         f"columns {shown} match no known format; expected chosen, rejected and optionally prompt; or prompt, "
         "completion and label; or prompt_ids, chosen_ids and rejected_ids; or prompt_ids and completion_ids"
