@@ -279,19 +279,6 @@ def test_a_line_that_is_not_json(score, tmp_path, pairs_file, intact):
     assert "row 40: not JSON" in err
 
 
-def test_a_completion_longer_than_the_models_positions(score, tmp_path, intact):
-    rows = [
-        {"prompt_ids": [1], "chosen_ids": [2] * 5000, "rejected_ids": [3]},
-        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
-    ]
-    file = write_rows(tmp_path / "long.jsonl", rows)
-    code, out, err = score(file, "--json")
-    assert code == MISSES
-    assert "2048 positions" in err
-    assert last_object(out)["scored"] == 2
-    assert score(file, "--max-length", 1000)[0] == DONE
-
-
 def test_a_store_that_cannot_be_written(reflogp, reference_folder, pairs_file, tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = reflogp("score", reference_folder, pairs_file, "--store", tmp_path / "file" / "store")

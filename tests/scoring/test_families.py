@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.load import in_memory
+from reflogp.scoring.torch_engine.sequences import problem_of
 from tests.conftest import plain_token_logps
 from tools.families import FAMILIES, VOCAB, build
 from tools.fidelity import measure, some_pairs, spread_among_neighbours
@@ -194,7 +195,11 @@ def test_only_a_table_of_positions_limits_the_length(config, limit):
     long = torch.zeros(1, 33, dtype=torch.long)
     with nullcontext() if limit is None else pytest.raises((IndexError, RuntimeError)):
         model(input_ids=long)
-    assert in_memory(model).max_positions == limit
+    loaded = in_memory(model)
+    assert loaded.max_positions == limit
+    if limit is not None:
+        problem = problem_of(Sequence([1], [2] * limit), loaded.vocab_size, loaded.max_positions)
+        assert "the model has 32 positions" in problem and "max_length" in problem
 
 
 @pytest.mark.slow

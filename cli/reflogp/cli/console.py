@@ -114,14 +114,14 @@ class _Rate(ProgressColumn):
 class Bar(ProgressCallbacks):
     """A progress bar with tokens per second and the time left.
 
-    The method `report` prints how many rows were skipped or have a note, and the first of these rows.
+    The method `report` prints how many rows were skipped, and the first of these rows.
     """
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
         self._task = progress.add_task(label, total=None, tokens=0)
         self._tokens = 0
-        self._bad, self._notes = _Rows(), _Rows()
+        self._bad = _Rows()
 
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
@@ -132,9 +132,6 @@ class Bar(ProgressCallbacks):
 
     def bad_row(self, row: int, problem: str) -> None:
         self._bad.add(row, problem)
-
-    def note(self, row: int, remark: str) -> None:
-        self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
         """Show that `done` of `total` units, such as bytes of weight files, have been processed."""
@@ -149,7 +146,6 @@ class Bar(ProgressCallbacks):
 
     def report(self) -> None:
         self._bad.print("skipped (other rows are not affected)")
-        self._notes.print("kept, with a note")
 
 
 class _Rows:
@@ -173,6 +169,12 @@ class _Rows:
             err.print(f"  row {row}: {text}")
         if self._count > len(self._first):
             err.print(f"  … and {self._count - len(self._first)} more")
+
+
+def print_notes(notes: list[str]) -> None:
+    """Print sentences about a dataset that a user should read."""
+    for note in notes:
+        err.print(f"note: {note}", style="yellow", markup=False)
 
 
 @contextmanager

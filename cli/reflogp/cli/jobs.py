@@ -211,12 +211,13 @@ def _outcome(job: Job) -> list[str]:
         return [f"job {job.id} failed: {job.error}"]
     if job.state != "done" or job.summary is None:
         return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
+    notes = [f"note: {note}" for note in job.summary.get("notes", [])]
     counts = {
         name: job.summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")
     }
     told = f"{job.summary.get('rows', 0):,} rows, {job.summary.get('sequences', 0):,} sequences: "
     told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n or name in ("hits", "scored"))
-    lines = [told]
+    lines = [*notes, told]
     if counts["scored"]:
         tokens, rate = job.summary.get("tokens", 0), job.summary.get("tokens_per_second", 0)
         lines.append(f"{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")

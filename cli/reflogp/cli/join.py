@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import (
+    EXIT_MISSES,
+    err,
+    missing_extra,
+    out,
+    print_dropped,
+    print_json,
+    print_notes,
+    progress_bar,
+    quiet_libraries,
+)
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored
 from reflogp.store.commands import ScoreArguments
@@ -48,6 +58,7 @@ def join(
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar)
     print_dropped(summary.dropped_rows)
+    print_notes(summary.notes)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         skipped = counted(summary.missing, "row")

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from reflogp.cli import engine_options, options
-from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, print_notes, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.reference import find_reference
@@ -214,6 +214,7 @@ def _scorer_on_ray(
 
 
 def _print(summary: Any, as_json: bool) -> None:
+    print_notes(summary.notes)
     if as_json:
         print_json(summary.as_dict())
         return

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
@@ -50,6 +50,7 @@ class JoinSummary:
         snapshot: number of the snapshot that was read.
         store: URI of the store.
         output: path of the written file; empty for a join in memory.
+        notes: sentences about the dataset that a user should read.
     """
 
     rows: int = 0
@@ -64,6 +65,7 @@ class JoinSummary:
     snapshot: int = 0
     store: str = ""
     output: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         left_out = {"missing": self.missing, "bad": self.bad_rows, "dropped": self.dropped_rows}
@@ -189,10 +191,13 @@ def joined_windows(
         DatasetError, TokenizerError: see tokenize_dataset.
         UsageError: see join_logps.
     """
+    counting, begun = RowCount(dataset), False
     for window in dataset:
-        if watcher and not summary.rows:
-            watcher.begin(dataset.count())
+        if watcher and not begun and counting.rows is not None:
+            watcher.begin(counting.rows)
+            begun = True
         summary.rows += len(window.table) + len(window.problems)
+        summary.notes += window.notes
         for row, problem in window.problems.items():
             _bad(summary, watcher, row, problem)
         if watcher:

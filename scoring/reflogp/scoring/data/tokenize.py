@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.image_decoder import ImageDecoder
 from reflogp.scoring.data.images import ImageReader, RowImage
+from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
@@ -47,6 +48,7 @@ class TokenizedRows:
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
         images: the images of each row of the table, in the table's order; empty for a text-only dataset.
         vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
+        notes: sentences about the dataset that a user should read; in the first window with a readable row (see notes.py).
     """
 
     table: pa.Table
@@ -56,6 +58,7 @@ class TokenizedRows:
     limited: bool = False
     images: list[tuple[RowImage, ...]] = field(default_factory=list)
     vision: VisionProcessor | None = None
+    notes: tuple[str, ...] = ()
 
     def row_count(self) -> int:
         """Return the number of rows that are in the table, in `problems`, or in both."""
@@ -114,11 +117,13 @@ def tokenize_dataset(
     children: RowTokenizer | None = None
     images: _Images | None = None
     may_come = False
+    notes: tuple[str, ...] = ()
     with ExitStack() as stack:
         for rows in traced("read", batched(source, window), lambda rows: {"rows": len(rows)}):
             if outputs is None and any(row.columns is not None for row in rows):
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
+                    notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
                     vision = None
                     if form == "preference" and load_vision is not None:
                         vision, may_come = _vision(source, rows, load_vision)
@@ -144,7 +149,8 @@ def tokenize_dataset(
             with span("tokenize", rows=len(rows)) as tokenizing:
                 tokenized = _tokenize_window(rows, children, outputs, check, images)
                 tokenizing.set(tokens=tokenized.tokens())
-            yield tokenized
+            yield replace(tokenized, notes=notes)
+            notes = ()
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
 

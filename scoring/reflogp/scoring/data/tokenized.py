@@ -116,7 +116,9 @@ class TokenizedDataset:
         """Return the number of rows, including unreadable rows."""
         if self._kept is not None and self._kept.is_file():
             with pa.memory_map(str(self._kept)) as file:
-                return int(pa.ipc.open_file(file).schema.metadata[b"rows"])
+                reader = pa.ipc.open_file(file)
+                last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
+                return int(last.custom_metadata[b"last_row"]) + 1
         return self.source.count()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
@@ -139,7 +141,6 @@ class TokenizedDataset:
             yield from self._written(partial, kept)
 
     def _written(self, partial: Path, kept: Path) -> Iterator[TokenizedRows]:
-        rows = self.source.count()
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
         complete = True
@@ -149,10 +150,14 @@ class TokenizedDataset:
                 complete &= not window.limited and window.vision is None
                 if window.table.num_columns > 2:  # a window before the first readable row has no completion columns
                     if writer is None:
-                        schema = window.table.schema.with_metadata({"rows": str(rows)})
-                        writer = pa.ipc.new_file(str(partial), schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+                        options = pa.ipc.IpcWriteOptions(compression="lz4")
+                        writer = pa.ipc.new_file(str(partial), window.table.schema, options=options)
                     [batch] = window.table.combine_chunks().to_batches() or [_empty_batch(window.table.schema)]
-                    note = {"problems": json.dumps(problems), "last_row": str(window.last_row)}
+                    note = {
+                        "problems": json.dumps(problems),
+                        "last_row": str(window.last_row),
+                        "notes": json.dumps(window.notes),
+                    }
                     writer.write_batch(batch, custom_metadata=note)
                     problems = {}
                 yield window
@@ -165,6 +170,23 @@ class TokenizedDataset:
                 writer.close()
 
 
+class RowCount:
+    """The number of a dataset's rows, which is counted in another thread, because text files must be read to their end for it.
+
+    Attributes:
+        rows: number of rows, including unreadable rows; None while it is not known.
+    """
+
+    def __init__(self, dataset: TokenizedDataset) -> None:
+        self.rows: int | None = None
+        self._dataset = dataset
+        threading.Thread(target=self._count, name="reflogp-count", daemon=True).start()
+
+    def _count(self) -> None:
+        with suppress(Exception):  # the thread that reads the rows raises the error
+            self.rows = self._dataset.count()
+
+
 def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
     """Return the name of the file for token ids: a digest of everything that the token ids depend on."""
     content = {
@@ -174,7 +196,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
         "split": split,
         "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
     }
-    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v2")
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v3")
     return f"{digest.hexdigest()}.arrow"
 
 
@@ -231,7 +253,8 @@ def _read(kept: Path) -> Iterator[TokenizedRows]:
             batch = reader.get_batch_with_custom_metadata(number)
             note = batch.custom_metadata
             problems = {int(row): problem for row, problem in json.loads(note[b"problems"]).items()}
-            yield TokenizedRows(pa.Table.from_batches([batch.batch]), [], problems, int(note[b"last_row"]))
+            notes = tuple(json.loads(note[b"notes"]))
+            yield TokenizedRows(pa.Table.from_batches([batch.batch]), [], problems, int(note[b"last_row"]), notes=notes)
 
 
 def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:

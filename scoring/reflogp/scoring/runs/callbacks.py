@@ -38,9 +38,6 @@ class ProgressCallbacks:
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that cannot be used or scored; `problem` is the reason."""
 
-    def note(self, row: int, remark: str) -> None:
-        """Report a remark about a usable row, such as "the prompt is empty"."""
-
     def committed(self, snapshot: int) -> None:
         """Report a commit; `snapshot` is the number of the new snapshot."""
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import StoppedError, TokenizedDataset
+from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedDataset
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
@@ -78,6 +78,7 @@ class ScoreSummary:
             committed, it is the newest snapshot at the start of the run.
         store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
+        notes: sentences about the dataset that a user should read, such as "2 rows have no prompt: …".
     """
 
     rows: int = 0
@@ -101,6 +102,7 @@ class ScoreSummary:
     snapshot: int = 0
     store: str = ""
     provenance: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return short_repr("ScoreSummary", *self.lines(), f"{counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
@@ -200,10 +202,11 @@ class _Window:
     """A window of tokenized rows, with the values that the store contained for these rows before the run.
 
     Attributes:
-        rows_in_all: number of rows in the dataset, including unreadable rows.
+        rows_in_all: number of rows in the dataset, including unreadable rows; None while it is not known.
         sides: number of completions per row; 0 if no row has been readable so far.
         last_row: number of the last row that was read.
         problems: dict from the number of each unusable row to the reason why it cannot be used.
+        notes: see TokenizedRows.
         rows: numbers of the tokenized rows, an int64 array.
         bare: bool array, True for each tokenized row that has no prompt.
         looked_up: a tuple for each completion column. It contains the column's sequences (see Windows), their keys, and the
@@ -212,10 +215,11 @@ class _Window:
             is text-only.
     """
 
-    rows_in_all: int
+    rows_in_all: int | None
     sides: int
     last_row: int
     problems: dict[int, str]
+    notes: tuple[str, ...]
     rows: npt.NDArray[np.int64]
     bare: npt.NDArray[np.bool_]
     looked_up: list[tuple[Windows, pa.Array, Found]]
@@ -227,9 +231,8 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
 
     This generator runs in its own thread.
     """
-    rows_in_all: int | None = None
+    counting = RowCount(dataset)
     for window in dataset:
-        rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
         columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
         cut = settings.max_length, settings.truncation_mode
         with span("look up", rows=len(window.table)) as looking_up:
@@ -239,10 +242,11 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             hits = sum(int((found.lengths >= view.needed).sum()) for view, _, found in looked_up)
             looking_up.set(sequences=sum(map(len, keys)), hits=hits)
         yield _Window(
-            rows_in_all,
+            counting.rows,
             len(window.table.column_names) - 2,  # all columns except row and prompt_ids
             window.last_row,
             window.problems,
+            window.notes,
             window.table["row"].to_numpy(),
             pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
             looked_up,
@@ -286,15 +290,15 @@ class _Run:
         Pass the collected misses to the scorer if there are enough of them, if their images take much memory, or if the scorer
         is starved.
         """
-        if not self._rows:
-            self._rows, self._sides = window.rows_in_all, max(1, window.sides)
-            if self._watcher:
-                self._watcher.begin(self._rows * self._sides)
+        self._sides = max(self._sides, window.sides)
+        if window.rows_in_all:
+            self._begin(window.rows_in_all)
         self._summary.rows = window.last_row + 1
         if self._watcher:
             self._watcher.read(self._summary.rows)
         for row, problem in window.problems.items():
             self._bad_row(row, problem)
+        self._summary.notes += window.notes
         if not window.looked_up:
             return
         rows, views = window.rows, [view for view, _, _ in window.looked_up]
@@ -303,10 +307,7 @@ class _Run:
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
             self._bad_row(int(row), EMPTY_COMPLETION)
-        for row in rows[window.bare & ~dropped]:
-            self._summary.empty_prompts += 1
-            if self._watcher:
-                self._watcher.note(int(row), "the prompt is empty, so the first completion token is context and has no value")
+        self._summary.empty_prompts += int((window.bare & ~dropped).sum())
         self._look_again()
         for view, keys, stored in window.looked_up:
             hit_before = stored.lengths >= view.needed
@@ -325,17 +326,28 @@ class _Run:
         if len(self._collected) >= self._scorer.batch or self._image_bytes > _IMAGE_BYTES or self._scorer.is_starved():
             self._hand_on()
 
+    def _begin(self, rows: int) -> None:
+        """Report the number of sequences, once it and the number of completions of a row are known."""
+        if not self._rows and self._sides:
+            self._rows = rows
+            if self._watcher:
+                self._watcher.begin(rows * self._sides)
+
     def finish(self) -> None:
         """Score the remaining misses, and return when each miss has values or has failed."""
+        self._begin(self._summary.rows)
         self._rows = self._summary.rows  # the dataset has no further rows
         self._hand_on()
         self._scorer.finish(self)
 
     def close(self) -> None:
-        """Set the summary's rates, provenance and number of workers."""
+        """Set the summary's rates, provenance, number of workers and last note."""
         work = self._scorer.work()
         summary = self._summary
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
+        if summary.empty_prompts:
+            rows = "1 row has" if summary.empty_prompts == 1 else f"{summary.empty_prompts:,} rows have"
+            summary.notes.append(f"{rows} no prompt: the first completion token is context and has no value, as in TRL's loss")
         if work.seconds > 0:
             summary.tokens_per_second = summary.tokens / work.seconds
             if work.peak is not None:
@@ -392,7 +404,7 @@ class _Run:
             return
         misses, self._collected, self._image_bytes = list(self._collected.values()), {}, 0
         self._handed.update((miss.key, miss) for miss in misses)
-        self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
+        self._scorer.score(misses, max(0, self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
         """If there was a commit since the last call, read a new snapshot, and forget the misses whose values it contains."""
