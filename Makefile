@@ -18,7 +18,7 @@ help:  ## what there is
 
 setup: .venv/dev.stamp  ## everything for development, in .venv
 
-demo: .venv/run.stamp  ## the whole loop on example data, no network: score, join, train, plot
+demo: .venv/run.stamp  ## the whole loop on example data, no network: score, join, train, report
 	$(BIN)/reflogp demo
 
 test: .venv/dev.stamp  ## the tests, several files at a time, without the slow ones

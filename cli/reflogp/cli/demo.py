@@ -1,4 +1,4 @@
-"""`reflogp demo`: score example data twice, train on the stored values and plot them, all without a network.
+"""`reflogp demo`: score example data twice, train on the stored values and write a report, all without a network.
 
 The demo follows the steps of a real training run with reflogp, in the same order.
 """
@@ -14,13 +14,16 @@ from rich.markup import escape
 
 from reflogp.cli.console import missing_extra, out, progress_bar, quiet_libraries
 from reflogp.store import Store, UsageError, describe_reference
+from reflogp.store.commands import ScoreArguments
+from reflogp.store.windows import TrainerSettings
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
+_MAX_LENGTH = 1024
 
 
 def demo(
     folder: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the plot.")
+        Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the report.")
     ] = Path("reflogp-demo"),
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
@@ -34,7 +37,7 @@ def demo(
         str, typer.Option(help="Compute dtype of the reference: any value of `reflogp score --dtype` except auto.")
     ] = "float32",
 ) -> None:
-    """Show a complete run: score real pairs, read their values from the store, train with DPO, and plot the values.
+    """Show a complete run: score real pairs, read their values from the store, train with DPO, and write a report.
 
     The demo takes a minute or two on two CPU cores and needs no network. To use your own model and pairs, pass --model and
     --data.
@@ -46,6 +49,7 @@ def demo(
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.data.tokenize import load_tokenizer
         from reflogp.scoring.data.tokenized import TokenizedDataset
+        from reflogp.scoring.reports.build import write_report
         from reflogp.scoring.runs.local import LocalScorer
         from reflogp.scoring.runs.score import score_dataset
         from reflogp.scoring.torch_engine import TorchEngine
@@ -71,10 +75,11 @@ def demo(
 
     store = Store(folder / "store")
     reference = describe_reference(model, dtype)
+    dataset = TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model))
     for title in ("2. Score", "3. Score again"):
         with progress_bar("scoring") as bar:
             summary = score_dataset(
-                TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model)),
+                dataset,
                 store,
                 reference,
                 LocalScorer(lambda: TorchEngine(str(model), dtype)),
@@ -98,14 +103,21 @@ def demo(
         f"{gate.sequences} sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
     out.print(f"   language models that ran during training: {len(ran)} (the policy and {len(ran) - 1} reference models)")
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    few = max(1, len(losses) // 5)
-    first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
+    history = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]
+    few = max(1, len(history) // 5)
+    first, last = (sum(entry["loss"] for entry in some) / few for some in (history[:few], history[-few:]))
     out.print(f"   mean loss: {first:.4f} in the first fifth of the steps, {last:.4f} in the last fifth")
+    chosen, rejected = (
+        sum(entry[f"rewards/{side}"] for entry in history[-few:]) / few / trainer.beta for side in ("chosen", "rejected")
+    )
+    out.print(
+        f"   policy minus reference in the last fifth: chosen {chosen:+.2f}, rejected {rejected:+.2f} nats per completion"
+    )
 
-    plot = folder / "logps.png"
-    _plot(trainer, plot)
-    out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
+    settings = TrainerSettings(max_length=_MAX_LENGTH)
+    score = ScoreArguments(model, data_file, str(folder / "store"), dtype, settings).command()
+    report = write_report(dataset, store[reference].snapshot(), str(folder / "report"), settings, score=score, model=model)
+    out.print(f"[bold]5. Report[/bold]: {escape(str(Path(report.output).resolve()))}", markup=True)
     out.print(
         f"Done in {time.monotonic() - started:.0f} s. {(folder / 'run' / 'reflogp.json').resolve()} names the store, reference "
         "and snapshot that the values come from"
@@ -172,7 +184,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
         bf16=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
-        max_length=1024,
+        max_length=_MAX_LENGTH,
     )
     trainer = trainer_class(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
@@ -211,29 +223,3 @@ class _models_that_run:
 
     def __exit__(self, *exc: object) -> None:
         self._handle.remove()
-
-
-def _plot(trainer: Any, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    rows = trainer.train_dataset
-    history = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for side, color in (("chosen", "tab:blue"), ("rejected", "tab:orange")):
-        lengths = np.array([len(ids) for ids in rows[f"{side}_ids"]])
-        per_token = np.array(rows[f"ref_{side}_logps"]) / np.maximum(lengths, 1)
-        left.hist(per_token, bins=40, alpha=0.6, label=f"{side} (mean {per_token.mean():.2f})", color=color)
-        beta = trainer.beta
-        gain = [entry[f"rewards/{side}"] / beta for entry in history]
-        right.plot([entry["step"] for entry in history], gain, label=side, color=color)
-    left.set(title=f"Reference log-probs, {len(rows)} pairs", xlabel="nats per token", ylabel="completions")
-    right.set(title="Policy compared with the stored reference", xlabel="step", ylabel="log-prob gain, nats per completion")
-    right.axhline(0, color="grey", linewidth=0.8)
-    left.legend()
-    right.legend()
-    figure.savefig(file, dpi=130)
-    plt.close(figure)

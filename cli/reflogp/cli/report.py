@@ -28,7 +28,7 @@ def report(
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write an HTML report and PNG charts that show whether a scored dataset and its reference are suitable for training.
+    """Write an HTML report that shows whether a scored dataset and its reference are suitable for training.
 
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
     are colored by log-prob. For several values of max_length, the page shows the percentage of rows that would be cut or

@@ -215,7 +215,7 @@ def report(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     progress: bool | None = None,
 ) -> ReportSummary:
-    """Write a report about a scored dataset: an HTML page and its charts as PNG files. No model is loaded.
+    """Write a report about a scored dataset: an HTML page. No model is loaded.
 
     Args:
         model: the reference model that was passed to `score`.

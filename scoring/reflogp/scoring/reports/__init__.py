@@ -1,1 +1,1 @@
-"""Build the page and charts of `reflogp report` from a dataset's tokens and its stored log-probs."""
+"""Build the page of `reflogp report` from a dataset's tokens and its stored log-probs."""

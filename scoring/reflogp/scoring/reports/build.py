@@ -1,4 +1,4 @@
-"""Write the output of `reflogp report`: a self-contained page about a scored dataset, and the page's charts as PNG files.
+"""Write the output of `reflogp report`: a self-contained page about a scored dataset.
 
 `write_report` reads the dataset twice: first to compute statistics, then to read the few examples that the page shows.
 `write_report` loads no model and does not write to the store.
@@ -15,13 +15,12 @@ import numpy as np
 
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
-from reflogp.scoring.reports.charts import PAGE_NAME, check_folder, forget_other_charts, write_pngs
 from reflogp.scoring.reports.collect import ALIKE, Collected, collect
 from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
-from reflogp.scoring.reports.page import Content, Subject, render_page
-from reflogp.scoring.reports.shown import read_shown, visible
+from reflogp.scoring.reports.page import PAGE_NAME, Content, Subject, check_folder, render_page
+from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import Snapshot, UsageError
@@ -38,7 +37,7 @@ _MOST = 0.99
 
 @dataclass
 class ReportSummary:
-    """The statistics and findings of a report, and the files that were written.
+    """The statistics and findings of a report.
 
     Attributes:
         rows: number of rows read.
@@ -70,7 +69,6 @@ class ReportSummary:
         snapshot: number of the snapshot that the values were read from.
         store: URI of the store.
         output: path of the page.
-        files: names of the files that were written to the report's folder.
     """
 
     rows: int = 0
@@ -97,7 +95,6 @@ class ReportSummary:
     snapshot: int = 0
     store: str = ""
     output: str = ""
-    files: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         accuracy = f", accuracy {100 * self.accuracy:.1f}%" if self.accuracy is not None else ""
@@ -123,7 +120,7 @@ def write_report(
     model: str,
     watcher: ProgressCallbacks | None = None,
 ) -> ReportSummary:
-    """Write a report about a dataset: `output`/index.html and the charts.
+    """Write a report about a dataset: `output`/index.html.
 
     Args:
         dataset: the tokenized dataset.
@@ -196,8 +193,6 @@ def write_report(
     source.check_unchanged()  # the dataset was read twice and must not have changed in between
     with write_atomically(folder / PAGE_NAME) as partial:
         partial.write_text(render_page(content), encoding="utf-8", errors="replace")
-    charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)
-    forget_other_charts(folder, charts)
     return ReportSummary(
         rows=coverage.rows,
         examples=coverage.examples,
@@ -223,7 +218,6 @@ def write_report(
         snapshot=snapshot.number,
         store=snapshot.store_uri,
         output=str(folder / PAGE_NAME),
-        files=[PAGE_NAME, *charts],
     )
 
 

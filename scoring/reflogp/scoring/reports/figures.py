@@ -1,7 +1,7 @@
 """Compute the data for a report's charts, and measure which completions the reference prefers.
 
-The same data is drawn twice: as SVG in the page and as PNG files next to the page. Preferences are measured between chosen and
-rejected, between desirable and undesirable, and between shorter and longer completions.
+Preferences are measured between chosen and rejected, between desirable and undesirable, and between shorter and longer
+completions.
 """
 
 from __future__ import annotations

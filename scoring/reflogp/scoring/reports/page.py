@@ -31,7 +31,6 @@ from reflogp.scoring.reports.chart_frame import (
     x_axis,
     y_at,
 )
-from reflogp.scoring.reports.charts import MARK
 from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
 from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms, LabelPreference, PairPreference
@@ -40,10 +39,14 @@ from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
-from reflogp.store import Snapshot
+from reflogp.store import Snapshot, UsageError
 from reflogp.store.texts import duration, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
+PAGE_NAME = "index.html"
+#: Tag in the head of every report's page. `check_folder` recognizes an earlier report by this tag.
+_MARK = '<meta name="generator" content="reflogp report">'
+_HEAD_BYTES = 2048
 _TEMPLATES = Path(__file__).parent / "templates"
 #: Lower bounds of the shades in the length chart, as fractions of the count in the fullest cell.
 _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
@@ -106,6 +109,32 @@ class Content:
     seconds: float
 
 
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if the path is a file, a broken link, or a folder with any content other than an earlier report."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise UsageError(
+            f"the output {folder} is not a folder, but a report needs one. Use a new or empty folder, or the folder of an "
+            "earlier report"
+        )
+    # If an earlier process was killed while it wrote a report, .partial files may remain.
+    names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
+    other = sorted(names - {PAGE_NAME} if _is_report(folder / PAGE_NAME) else names)
+    if other:
+        raise UsageError(
+            f"the folder {folder} contains {other[0]}, which is not part of a report; nothing was changed. Use an empty "
+            "folder, or the folder of an earlier report"
+        )
+
+
+def _is_report(page: Path) -> bool:
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        return _MARK.encode() in file.read(_HEAD_BYTES)
+
+
 def render_page(content: Content) -> str:
     """Return the complete page as HTML."""
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
@@ -120,7 +149,7 @@ def render_page(content: Content) -> str:
         draw_histograms=draw_histograms,
         draw_density=draw_density,
         draw_truncation=draw_truncation,
-        mark=Markup(MARK),
+        mark=Markup(_MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         name=Path(content.subject.data).name or content.subject.data,
