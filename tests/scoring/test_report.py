@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
@@ -22,7 +23,6 @@ from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_fo
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import shard_table
-from reflogp.store.windows import windows
 from tests.conftest import REPOSITORY, write_rows
 from tests.service.test_pages import IMAGE, SCRIPT, chromium, opened  # noqa: F401 (a fixture)
 
@@ -119,43 +119,38 @@ def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, refer
     assert all(f'id="{chart}-title"' in page for chart in ("logps", "length", "margins", "margins-per-token", "truncation"))
 
 
-def cut_by_hand(prompt, completions, max_length, mode):
-    """(dropped, touched, completion tokens lost, the same afterwards) of one example, on token lists (TRL's collator)."""
-    if mode == "keep_start" and len(prompt) >= max_length:
-        return True, False, 0, False
-    touched, lost, rest = False, 0, []
-    for completion in completions:
-        whole = [(token, "p") for token in prompt] + [(token, "c") for token in completion]
-        kept = whole[:max_length] if mode == "keep_start" else whole[-max_length:]
-        touched |= len(kept) < len(whole)
-        lost += len(completion) - sum(kind == "c" for _, kind in kept)
-        rest.append(kept)
-    return False, touched, lost, touched and len(rest) == 2 and rest[0] == rest[1]
+def collated(rows, max_length, mode):
+    """What TRL's collator leaves of pairs: (token ids of each sequence, completion tokens in the loss), both (2, pairs)."""
+    batch = DataCollatorForPreference(pad_token_id=0, max_length=max_length, truncation_mode=mode)(rows)
+    rest = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    return (rest[: len(rows)], rest[len(rows) :]), batch["completion_mask"][:, 1:].sum(1).reshape(2, -1).numpy()
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_truncation_is_what_cutting_token_lists_gives(mode):
-    rows = random_pairs(200, vocabulary=8)
+def test_truncation_is_that_of_trls_collator(mode):
+    rows = random_pairs(60, vocabulary=8)
     for row in rows[::3]:
         row["rejected_ids"] = [*row["chosen_ids"][:-1], 99]
-    examples = [(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows]
-    columns = [token_lists([row[name] for row in rows]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-    lengths = Lengths(list_lengths(columns[0]), [list_lengths(c) for c in columns[1:]], shared_starts(columns[1], columns[2]))
-    for max_length in (1, 9, 20, 33, 47, 64, 80, 99, 100, 500):
-        by_hand = [cut_by_hand(prompt, completions, max_length, mode) for prompt, completions in examples]
+    for row in rows[:5]:
+        row["prompt_ids"] = []
+    prompts, chosen, rejected = (token_lists([row[name] for row in rows]) for name in rows[0])
+    completions = [list_lengths(chosen), list_lengths(rejected)]
+    lengths = Lengths(list_lengths(prompts), completions, shared_starts(chosen, rejected))
+    whole, uncut = collated(rows, None, mode)
+    for max_length in range(1, 102):  # completions have 12 to 60 tokens
+        kept = np.array([mode == "keep_end" or len(row["prompt_ids"]) < max_length for row in rows])
+        rest, used = collated([row for row, is_kept in zip(rows, kept, strict=True) if is_kept], max_length, mode)
+        before = [[side[at] for at in np.flatnonzero(kept)] for side in whole]
+        touched = [pair != longer for pair, longer in zip(zip(*rest, strict=True), zip(*before, strict=True), strict=True)]
+        same = [is_cut and left == right for is_cut, left, right in zip(touched, *rest, strict=True)]
         found = cut(lengths, max_length, mode)
-        dropped = [len(c) + len(r) for (_, (c, r)), hand in zip(examples, by_hand, strict=True) if hand[0]]
-        assert (found.dropped, found.dropped_tokens) == (len(dropped), sum(dropped))
-        assert (found.touched, found.lost) == (sum(h[1] for h in by_hand), sum(h[2] for h in by_hand))
-        assert found.same == (sum(h[3] for h in by_hand) if mode == "keep_start" else None)
-        views = [windows(columns[0], column, max_length, mode) for column in columns[1:]]
-        assert found.dropped == views[0].dropped.sum()
-        if mode == "keep_start":
-            values = sum(view.needed[~view.dropped].sum() for view in views)
-            assert values == found.tokens - found.lost - found.dropped_tokens
+        assert (found.examples, found.dropped, found.touched) == (60, (~kept).sum(), sum(touched))
+        assert (found.tokens, found.dropped_tokens) == (uncut.sum(), uncut[:, ~kept].sum())
+        assert found.lost == uncut[:, kept].sum() - used.sum()
+        assert found.same == (sum(same) if mode == "keep_start" else None)
     assert [one.max_length for one in cuts(lengths, 70, mode)] == [70, 128]
-    enough = max_length_for_share(lengths, 0.99)
-    assert cut(lengths, enough, mode).touched <= 2 < cut(lengths, enough - 1, mode).touched + 1
+    enough = max_length_for_share(lengths, 0.95)
+    assert cut(lengths, enough, mode).touched <= 3 < cut(lengths, enough - 1, mode).touched + 1
 
 
 def test_similarity_is_the_longest_common_subsequence():

@@ -76,6 +76,45 @@ class Windows:
         return sequence_keys(self.prompt_ids, self.completion_ids)
 
 
+@dataclass(frozen=True)
+class WindowLengths:
+    """What truncation does to n sequences, computed from their lengths.
+
+    Attributes:
+        cut_prompts, cut_completions: number of tokens that are removed from the start of each prompt and completion (only with
+            keep_end), int64 of shape (n,).
+        bare: True for each sequence of which no prompt token remains, so that the first remaining completion token becomes the
+            prompt, bool of shape (n,).
+        needed, dropped: see Windows.
+    """
+
+    cut_prompts: Int64s
+    cut_completions: Int64s
+    bare: npt.NDArray[np.bool_]
+    needed: Int64s
+    dropped: npt.NDArray[np.bool_]
+
+
+def window_lengths(
+    prompts: Int64s, completions: Int64s, max_length: int | None = None, truncation_mode: str = "keep_start"
+) -> WindowLengths:
+    """Apply a trainer's truncation (see `windows`) to the lengths of n prompts and completions, int64 of shape (n,)."""
+    check_truncation(max_length, truncation_mode)
+    cut_prompts = cut_completions = np.zeros(len(prompts), np.int64)
+    dropped = np.zeros(len(prompts), bool)
+    if max_length is not None and truncation_mode == "keep_start":
+        dropped = prompts >= max_length
+    if max_length is not None and truncation_mode == "keep_end":
+        cut_completions = np.maximum(completions - max_length, 0)
+        cut_prompts = np.minimum(np.maximum(prompts + completions - max_length, 0), prompts)
+        prompts, completions = prompts - cut_prompts, completions - cut_completions
+    bare = (prompts == 0) & (completions > 0)
+    needed = completions - bare
+    if max_length is not None and truncation_mode == "keep_start":
+        needed = np.clip(max_length - prompts - bare, 0, needed)
+    return WindowLengths(cut_prompts, cut_completions, bare, needed, dropped)
+
+
 def windows(
     prompt_ids: TokenLists,
     completion_ids: TokenLists,
@@ -101,25 +140,13 @@ def windows(
     """
     check_truncation(max_length, truncation_mode)
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
-    prompt_lens = list_lengths(prompts).astype(np.int64)
-    completion_lens = list_lengths(completions).astype(np.int64)
-    dropped = np.zeros(len(prompts), bool)
-    if max_length is not None and truncation_mode == "keep_start":
-        dropped = prompt_lens >= max_length
-    if max_length is not None and truncation_mode == "keep_end":
-        cut_completion = np.maximum(completion_lens - max_length, 0)
-        cut_prompt = np.minimum(np.maximum(prompt_lens + completion_lens - max_length, 0), prompt_lens)
-        prompts = without_first(prompts, cut_prompt)
-        completions = without_first(completions, cut_completion)
-        prompt_lens, completion_lens = prompt_lens - cut_prompt, completion_lens - cut_completion
-    bare = (prompt_lens == 0) & (completion_lens > 0)
-    if bare.any():
-        prompts, completions = _first_token_as_prompt(prompts, completions, bare)
-        prompt_lens, completion_lens = prompt_lens + bare, completion_lens - bare
-    needed = completion_lens
-    if max_length is not None and truncation_mode == "keep_start":
-        needed = np.clip(max_length - prompt_lens, 0, completion_lens)
-    return Windows(prompts, completions, needed, dropped)
+    left = window_lengths(
+        list_lengths(prompts).astype(np.int64), list_lengths(completions).astype(np.int64), max_length, truncation_mode
+    )
+    prompts, completions = without_first(prompts, left.cut_prompts), without_first(completions, left.cut_completions)
+    if left.bare.any():
+        prompts, completions = _first_token_as_prompt(prompts, completions, left.bare)
+    return Windows(prompts, completions, left.needed, left.dropped)
 
 
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:

@@ -1,7 +1,4 @@
-"""Count the tokens that a given max_length would cut, and the examples that it would cut or drop. No log-probs are needed.
-
-The counts must agree with the windows that `reflogp.store.windows` computes for TRL's max_length and truncation_mode.
-"""
+"""Count the tokens that a given max_length would cut, and the examples that it would cut or drop. No log-probs are needed."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from reflogp.store.windows import window_lengths
 
 #: Values of max_length whose effects a report shows, together with the effect of the user's value. `cuts` leaves out
 #: values that are larger than needed to keep all tokens.
@@ -50,9 +49,10 @@ class Cut:
         examples: number of examples in the dataset.
         dropped: number of examples that TRL drops because the prompt alone fills max_length (keep_start only).
         touched: number of examples that are kept but lose tokens.
-        tokens: number of completion tokens in all examples.
-        lost: number of completion tokens that kept examples lose.
-        dropped_tokens: number of completion tokens in dropped examples.
+        tokens: number of completion tokens whose log-probs the trainer would use without a max_length.
+        lost: number of these tokens that kept examples lose. With keep_end, this includes a completion's first remaining token
+            if no prompt token is left, because this token is then only context.
+        dropped_tokens: number of these tokens in dropped examples.
         same: number of cut pairs whose remaining completions are equal; None if the examples are not pairs or the mode is
             keep_end.
     """
@@ -69,30 +69,24 @@ class Cut:
 
 def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
     """Return the effect of a max_length with the truncation mode "keep_start" or "keep_end"."""
-    from_start = truncation_mode == "keep_start"
-    dropped = (lengths.prompts >= max_length) & from_start
-    kept = ~dropped
-    touched = np.zeros(len(kept), bool)
-    lost = 0
-    for completion in lengths.completions:
-        over = np.maximum(lengths.prompts.astype(np.int64) + completion - max_length, 0)
-        touched |= over > 0
-        lost += int((over if from_start else np.maximum(completion.astype(np.int64) - max_length, 0))[kept].sum())
+    prompts, completions = lengths.prompts.astype(np.int64), [side.astype(np.int64) for side in lengths.completions]
+    left = [window_lengths(prompts, completion, max_length, truncation_mode) for completion in completions]
+    dropped = left[0].dropped
+    touched = (lengths.whole() > max_length) & ~dropped
+    tokens = np.sum([window_lengths(prompts, completion).needed for completion in completions], 0)
+    lost = tokens - np.sum([side.needed for side in left], 0)
     same = None
-    if lengths.shared is not None and from_start:
-        left, right = (np.minimum(completion, max_length - lengths.prompts) for completion in lengths.completions)
-        alike = (left == right) & (lengths.shared >= left)
-        same = int((alike & kept & touched).sum())
-    tokens = [completion.sum(dtype=np.int64) for completion in lengths.completions]
-    dropped_tokens = [completion[dropped].sum(dtype=np.int64) for completion in lengths.completions]
+    if lengths.shared is not None and truncation_mode == "keep_start":
+        chosen, rejected = (side.needed + side.bare for side in left)
+        same = int(((chosen == rejected) & (lengths.shared >= chosen) & touched).sum())
     return Cut(
         max_length,
-        len(kept),
+        len(dropped),
         int(dropped.sum()),
-        int((touched & kept).sum()),
-        int(sum(tokens)),
-        lost,
-        int(sum(dropped_tokens)),
+        int(touched.sum()),
+        int(tokens.sum()),
+        int(lost[~dropped].sum()),
+        int(tokens[dropped].sum()),
         same,
     )
 
