@@ -226,7 +226,10 @@ class Histogram(BaseModel):
     """A histogram. Its n bars have n counts and n + 1 edges, because neighboring bars share an edge."""
 
     edges: list[float] = Field(description="Edges of the bars in ascending order.")
-    counts: list[int] = Field(description="Number of values in each bar, in the order of the edges.")
+    counts: list[int] = Field(
+        description="Number of values in each bar, in the order of the edges. The first and last bars also count values beyond"
+        " the edges, which are more than six standard deviations from the median."
+    )
 
 
 class Outlier(BaseModel):

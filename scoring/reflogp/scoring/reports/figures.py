@@ -41,8 +41,6 @@ class Histograms:
             this line.
     """
 
-    title: str
-    unit: str
     edges: list[float]
     counts: dict[str, list[int]]
     medians: dict[str, float]
@@ -107,48 +105,46 @@ def make_figures(collected: Collected, truncation_mode: str) -> Figures:
         [means], labels = series.values(), collected.labels[good]
         names = {1: "desirable", 0: "undesirable", NO_LABEL: "without label"}
         series = {name: means[labels == label] for label, name in names.items() if (labels == label).any()}
-    logps = _histograms("Mean log-prob per token", "nats per token", series)
+    logps = histograms(series)
     tokens = np.concatenate([side.tokens[good] for side in collected.sides.values()])
     density = _density(tokens, np.concatenate([side.means()[good] for side in collected.sides.values()]))
     if not collected.pairs:
         return Figures(logps, None, None, density, truncation)
     chosen, rejected = collected.sides.values()
-    margins = {"pairs": (chosen.sums - rejected.sums)[good]}
-    per_token = {"pairs": (chosen.means() - rejected.means())[good]}
-    return Figures(
-        logps,
-        _histograms("Margin: log-prob of chosen minus log-prob of rejected", "nats", margins, zero=True),
-        _histograms("Margin per token: mean log-prob of chosen minus that of rejected", "nats per token", per_token, zero=True),
-        density,
-        truncation,
-    )
+    margins = histograms({"pairs": (chosen.sums - rejected.sums)[good]}, zero=True)
+    per_token = histograms({"pairs": (chosen.means() - rejected.means())[good]}, zero=True)
+    return Figures(logps, margins, per_token, density, truncation)
 
 
-def _histograms(title: str, unit: str, series: dict[str, Floats], zero: bool = False) -> Histograms:
+def histograms(series: dict[str, Floats], zero: bool = False) -> Histograms:
+    """Count the values of several series in bars of the same width. `zero` is True for margins (see Histograms).
+
+    The bars reach from the lowest to the highest value, but not farther than _FARTHEST standard deviations from the median.
+    """
     values = np.concatenate(list(series.values()))
-    middle = float(np.median(values))
-    reach = _FARTHEST * _MAD_TO_DEVIATION * float(np.median(np.abs(values - middle)))
-    low, high = float(values.min()), float(values.max())
-    if reach > 0:
-        low, high = max(low, middle - reach), min(high, middle + reach)
+    low, high = _bounds(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high <= low:
-        low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, _BINS + 1)
+    edges = _edges(low, high, _BINS)
     counts = {name: np.histogram(np.clip(part, low, high), edges)[0].tolist() for name, part in series.items()}
     medians = {name: float(np.median(part)) for name, part in series.items()}
     beyond = int(((values < low) | (values > high)).sum())
-    return Histograms(title, unit, edges.tolist(), counts, medians, beyond, zero)
+    return Histograms(edges.tolist(), counts, medians, beyond, zero)
+
+
+def _bounds(values: Floats) -> tuple[float, float]:
+    """Return the lowest and the highest value, but at most _FARTHEST standard deviations from the median."""
+    middle = float(np.median(values))
+    reach = _FARTHEST * _MAD_TO_DEVIATION * float(np.median(np.abs(values - middle))) or math.inf
+    return max(float(values.min()), middle - reach), min(float(values.max()), middle + reach)
 
 
 def _density(tokens: npt.NDArray[np.int32], means: Floats) -> Density:
     logs = np.log2(np.maximum(tokens, 1))
-    columns = _edges(logs, _COLUMNS)
-    middle = np.median(means)
-    reach = _FARTHEST * _MAD_TO_DEVIATION * np.median(np.abs(means - middle))
-    clipped = np.clip(means, middle - reach, middle + reach) if reach > 0 else means
-    lines = _edges(clipped, _LINES)
+    columns = _edges(float(logs.min()), float(logs.max()), _COLUMNS)
+    low, high = _bounds(means)
+    clipped = np.clip(means, low, high)
+    lines = _edges(low, high, _LINES)
     counts, _, _ = np.histogram2d(logs, clipped, [columns, lines])
     column = np.clip(np.digitize(logs, columns) - 1, 0, _COLUMNS - 1)
     order = np.argsort(column, kind="stable")
@@ -157,8 +153,8 @@ def _density(tokens: npt.NDArray[np.int32], means: Floats) -> Density:
     return Density(columns.tolist(), lines.tolist(), counts.astype(int).tolist(), medians, _spearman(tokens, means))
 
 
-def _edges(values: Floats, count: int) -> Floats:
-    low, high = float(values.min()), float(values.max())
+def _edges(low: float, high: float, count: int) -> Floats:
+    """Return the edges of `count` bars from low to high; if the two are equal, of bars around them."""
     return np.linspace(low, high, count + 1) if high > low else np.linspace(low - 0.5, high + 0.5, count + 1)
 
 

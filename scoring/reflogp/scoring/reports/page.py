@@ -168,13 +168,13 @@ def _signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", "−")
 
 
-def draw_histograms(name: str, values: Histograms) -> Markup:
+def draw_histograms(name: str, title: str, unit: str, values: Histograms) -> Markup:
     """Draw the overlapping bars of all series, and a line at zero if `values.zero` is set."""
     low, high = values.edges[0], values.edges[-1]
     most = max(max(counts) for counts in values.counts.values())
     ticks = round_ticks(0, most, 3, whole=True)
     top = max(most, ticks[-1])
-    parts = [grid(ticks, 0, top), x_axis(round_ticks(low, high, 5), low, high, plain, values.unit)]
+    parts = [grid(ticks, 0, top), x_axis(round_ticks(low, high, 5), low, high, plain, unit)]
     for at, (series, counts) in enumerate(values.counts.items()):
         for left, right, count in zip(values.edges, values.edges[1:], counts, strict=False):
             if count:
@@ -200,8 +200,8 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
         f"{series} ({number(sum(counts))} values, median {number(values.medians[series])})"
         for series, counts in values.counts.items()
     )
-    described = f"Histogram from {plain(low)} to {plain(high)} {values.unit}: {said}."
-    return chart(name, values.title, described, Markup("").join(parts))
+    described = f"Histogram from {plain(low)} to {plain(high)} {unit}: {said}."
+    return chart(name, title, described, Markup("").join(parts))
 
 
 def draw_density(name: str, density: Density) -> Markup:

@@ -50,7 +50,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
     most = max(values.counts)
     fullest = values.counts.index(most)
     described = (
-        f"{counted(total, 'value')} from {plain(values.edges[0])} to {plain(values.edges[-1])} {unit}. "
+        f"{counted(total, 'value')}, in bars from {plain(values.edges[0])} to {plain(values.edges[-1])} {unit}. "
         f"The tallest bar, {plain(values.edges[fullest])} to {plain(values.edges[fullest + 1])}, has {counted(most, 'value')}. "
         f"The median is about {plain(_median(values))}."
     )

@@ -25,6 +25,7 @@ from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.joining import join_note
+from reflogp.scoring.reports.figures import histograms
 from reflogp.scoring.reports.shown import image_text, thumbnail
 from reflogp.store import Snapshot, join_logps
 from reflogp.store.files import write_atomically
@@ -34,13 +35,11 @@ from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
 from reflogp.store.windows import TrainerSettings
 
-_BINS = 40
 #: Limits of the report: number of outliers of each kind, characters in each text, and images per outlier.
 _OUTLIERS, _TEXT, _IMAGES = 4, 4_000, 2
 #: Maximum number of bad rows that the report lists.
 _NAMED = 100
 _REJECTED, _CHOSEN = "rejected far more likely than chosen", "chosen far more likely than rejected"
-_OF_ONE_SIGN = (_REJECTED, _CHOSEN)
 _NO_VALUE = "at least one of the row's values is missing from the store or cannot be used"
 _DROPPED = "dropped because the prompt alone fills max_length; the trainer drops the row too"
 
@@ -65,25 +64,27 @@ class _Means:
         self._outliers: dict[str, list[_Candidate]] = {}
 
     def add(self, rows: TokenizedRows, join: Join, usable: npt.NDArray[np.bool_]) -> None:
-        sides = dict(zip(join.keys, join.logps.values(), strict=True))
-        sums = {name.removesuffix("_ids"): logps for name, logps in sides.items()}
-        tokens = {name.removesuffix("_ids"): count for name, count in join.tokens.items()}
-        good = np.flatnonzero(usable & np.logical_and.reduce([count > 0 for count in tokens.values()]))
+        good = np.flatnonzero(usable & np.logical_and.reduce([count > 0 for count in join.tokens.values()]))
         if not len(good):
             return
-        for name, logps in sums.items():
-            means = logps[good].astype(np.float64) / tokens[name][good]
-            self._add(f"lowest mean log-prob of {name}", name, means, -means, rows, good)
+        sums = {}
+        for (column, tokens), logps in zip(join.tokens.items(), join.logps.values(), strict=True):
+            name = column.removesuffix("_ids")
+            sums[name] = logps[good].astype(np.float64)
+            means = sums[name] / tokens[good]
+            self._values.setdefault(name, []).append(means)
+            self._offer(f"lowest mean log-prob of {name}", means, -means, rows, good)
         if "chosen" in sums:
-            margins = sums["chosen"][good].astype(np.float64) - sums["rejected"][good]
-            self._add(_REJECTED, "margin", margins, -margins, rows, good)
+            margins = sums["chosen"] - sums["rejected"]
+            self._values.setdefault("margin", []).append(margins)
+            self._offer(_REJECTED, margins, -margins, rows, good)
             self._offer(_CHOSEN, margins, margins, rows, good)
 
     def histograms(self) -> dict[str, dict[str, list[Any]]]:
         found: dict[str, dict[str, list[Any]]] = {}
         for name, parts in self._values.items():
-            counts, edges = np.histogram(np.concatenate(parts), bins=_BINS)
-            found[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
+            bars = histograms({name: np.concatenate(parts)}, zero=name == "margin")
+            found[name] = {"edges": bars.edges, "counts": bars.counts[name]}
         return found
 
     def outliers(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -96,21 +97,9 @@ class _Means:
                 "completions": {name: _text(ids, tokenizer) for name, ids in found.completions.items()},
                 "images": [small for image in found.images if (small := thumbnail(image))],
             }
-            for why, heap in self._outliers.items()
-            for found in sorted(heap, reverse=True)
+            for why, best in self._outliers.items()
+            for found in best
         ]
-
-    def _add(
-        self,
-        why: str,
-        name: str,
-        values: npt.NDArray[np.float64],
-        ranks: npt.NDArray[np.float64],
-        rows: TokenizedRows,
-        good: npt.NDArray[np.int64],
-    ) -> None:
-        self._values.setdefault(name, []).append(values)
-        self._offer(why, values, ranks, rows, good)
 
     def _offer(
         self,
@@ -120,19 +109,18 @@ class _Means:
         rows: TokenizedRows,
         good: npt.NDArray[np.int64],
     ) -> None:
-        heap = self._outliers.setdefault(why, [])
+        """Keep the rows with the highest positive ranks of those added so far."""
+        best = self._outliers.setdefault(why, [])
+        least = best[-1].rank if len(best) == _OUTLIERS else 0.0
         for place in np.argsort(-ranks)[:_OUTLIERS]:
-            if why in _OF_ONE_SIGN and ranks[place] <= 0:
-                break
-            rank, at = float(ranks[place]), int(good[place])
-            if len(heap) == _OUTLIERS and rank <= heap[0].rank:
-                break
-            row = rows.table.slice(at, 1).to_pylist()[0]
-            completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
-            images = rows.images[at][:_IMAGES] if rows.images else ()
-            heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions, images))
-            if len(heap) > _OUTLIERS:
-                heapq.heappop(heap)
+            if ranks[place] > least:
+                at = int(good[place])
+                row = rows.table.slice(at, 1).to_pylist()[0]
+                completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
+                images = rows.images[at][:_IMAGES] if rows.images else ()
+                rank, value = float(ranks[place]), float(values[place])
+                best.append(_Candidate(rank, row["row"], value, row["prompt_ids"], completions, images))
+        self._outliers[why] = heapq.nlargest(_OUTLIERS, best)
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
