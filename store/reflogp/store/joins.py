@@ -74,6 +74,10 @@ class Asked:
     needed: dict[str, npt.NDArray[np.int64]]
     dropped: npt.NDArray[np.bool_]
 
+    def all_keys(self) -> pa.FixedSizeBinaryArray:
+        """Return the keys of all completion columns, one column after the other."""
+        return pa.concat_arrays(list(self.keys.values()))
+
     def digest(self) -> str:
         """Return a digest of all keys and of the number of values needed for each key.
 
@@ -219,9 +223,13 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
 
     Raises UsageError if ld_alpha is given without pairs.
     """
+    check_ld_alpha(asked.columns, ld_alpha)
+    return join_found(asked, lookup.find(asked.all_keys()), ld_alpha)
+
+
+def join_found(asked: Asked, found: FoundLogps, ld_alpha: float | None = None) -> Join:
+    """Do the same as `answer` with the result of a lookup of `asked.all_keys()`."""
     columns, needed = asked.columns, asked.needed
-    check_ld_alpha(columns, ld_alpha)
-    found = lookup.find(pa.concat_arrays(list(asked.keys.values())))
     every = np.concatenate(list(needed.values()))
     sums = found.prefix_sums(every)
     if ld_alpha is not None:

@@ -19,11 +19,11 @@ from reflogp.scoring.reports.collect import ALIKE, Collected, collect
 from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
-from reflogp.scoring.reports.page import PAGE_NAME, Content, Subject, check_folder, render_page
+from reflogp.scoring.reports.page import PAGE_NAME, Content, check_folder, render_page
 from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.store import Snapshot, UsageError
+from reflogp.store import Snapshot
 from reflogp.store.files import write_atomically
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
@@ -143,11 +143,6 @@ def write_report(
     folder = Path(output)
     check_folder(folder)
     collected = collect(dataset, snapshot, settings, watcher)
-    if not len(collected.rows):
-        row, problem = collected.coverage.problems[0]
-        raise UsageError(f"{source.name} has no row that can be used, so there is nothing to report. Row {row}: {problem}")
-
-    figures = make_figures(collected, truncation_mode)
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
     pairs = pair_preference(collected) if collected.pairs else None
     labels = None if collected.pairs else label_preference(collected)
@@ -170,25 +165,23 @@ def write_report(
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in alike[:_SHOWN]]
     shown = read_shown({*near, *farthest, *compared}, compared, collected, dataset, snapshot, settings)
-    subject = Subject(source.name, model, snapshot, settings, score)
     content = Content(
-        subject,
-        noun,
-        findings.verdict(said),
-        said,
-        collected,
-        figures,
-        pairs,
-        labels,
-        at,
-        cuts(lengths, max_length, truncation_mode),
-        enough,
-        duplicates,
-        outliers,
-        alike[:_SHOWN],
-        len(alike),
-        shown,
-        time.monotonic() - started,
+        data=source.name,
+        model=model,
+        snapshot=snapshot,
+        settings=settings,
+        noun=noun,
+        findings=said,
+        collected=collected,
+        figures=make_figures(collected, truncation_mode),
+        pairs=pairs,
+        at=at,
+        cuts=cuts(lengths, max_length, truncation_mode),
+        duplicates=duplicates,
+        outliers=outliers,
+        alike=alike[:_SHOWN],
+        alike_count=len(alike),
+        shown=shown,
     )
     source.check_unchanged()  # the dataset was read twice and must not have changed in between
     with write_atomically(folder / PAGE_NAME) as partial:

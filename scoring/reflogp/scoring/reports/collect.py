@@ -8,12 +8,11 @@ module `sketches`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -21,8 +20,8 @@ from reflogp.scoring.reports.sketches import Sketches, shared_starts, similariti
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import EMPTY_COMPLETION, NAMED_ROWS
-from reflogp.store import Join, Snapshot, join_logps
-from reflogp.store.joins import UNUSABLE
+from reflogp.store import Join, Snapshot, UsageError
+from reflogp.store.joins import UNUSABLE, ask, join_found
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import TrainerSettings
@@ -144,7 +143,7 @@ def collect(
 ) -> Collected:
     """Read a dataset once, look up its log-probs, and return statistics of each example.
 
-    Raises UsageError or another ReflogpError if the settings or the data cannot be used.
+    Raises UsageError or another ReflogpError if the settings or the data cannot be used, or if no row can be used.
     """
     coverage, sketches = Coverage(), Sketches()
     parts: list[dict[str, npt.NDArray[Any]]] = []
@@ -161,39 +160,25 @@ def collect(
             watcher.advance(window.row_count(), 0)
             for row, problem in sorted(problems.items()):
                 watcher.bad_row(row, problem)
-    numbers = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
-    if not numbers:
-        none = np.zeros(0)
-        return Collected(none.astype(np.int64), none > 0, none.astype(np.int32), {}, None, None, None, sketches, coverage)
+    if not parts:
+        row, problem = coverage.problems[0]
+        raise UsageError(
+            f"{dataset.source.name} has no row that can be used, so there is nothing to report. Row {row}: {problem}"
+        )
+    numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
+    sides = {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names}
     return Collected(
         numbers["row"],
         numbers["usable"],
         numbers["prompts"],
-        {
-            name: Side(*(numbers[f"{name}.{what}"] for what in ("lengths", "tokens", "sums", "lowest", "keys")))
-            for name in names
-        },
+        sides,
         numbers.get("shared"),
         numbers.get("similarity"),
         numbers.get("labels"),
         sketches,
         coverage,
     )
-
-
-class _Remembers:
-    """Look up keys in a snapshot, and keep the result of the last call of `find` in `found`.
-
-    `join_logps` returns only sums; the log-probs of single tokens can be read from `found`, without a second lookup.
-    """
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def find(self, keys: pa.Array) -> Found:
-        self.found = self._snapshot.find(keys)
-        return self.found
 
 
 def _numbers(
@@ -209,8 +194,10 @@ def _numbers(
     The window's counts are added to `coverage`, and sketches of its examples to `sketches`. Rows with an empty completion or
     damaged values are added to `problems`.
     """
-    table, lookup = window.table, _Remembers(snapshot)
-    join = join_logps(table, lookup, **asdict(settings))
+    table = window.table
+    asked = ask(table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
+    found = snapshot.find(asked.all_keys())
+    join = join_found(asked, found, settings.ld_alpha)
     rows = table["row"].to_numpy()
     empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
     missing = join.missing & ~empty
@@ -228,7 +215,7 @@ def _numbers(
     coverage.bare += int(((list_lengths(prompts) == 0) & ~join.dropped).sum())
     sketches.add(prompts, list(completions.values()))
     columns = {"row": rows, "usable": usable, "prompts": list_lengths(prompts)}
-    lowest = _lowest(join, lookup.found)
+    lowest = _lowest(join, found)
     for (name, lists), logps in zip(completions.items(), join.logps.values(), strict=False):
         side = name.removesuffix("_ids")
         columns |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,14 +34,14 @@ from reflogp.scoring.reports.chart_frame import (
 )
 from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms, LabelPreference, PairPreference
-from reflogp.scoring.reports.findings import Finding
+from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms, PairPreference
+from reflogp.scoring.reports.findings import Finding, verdict
 from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
 from reflogp.store import Snapshot, UsageError
-from reflogp.store.texts import duration, moment, number, percent
+from reflogp.store.texts import moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 PAGE_NAME = "index.html"
@@ -53,60 +54,38 @@ _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The inputs and settings of a report. The section "About this report" lists all of them except `score`.
+class Content:
+    """The content of a report's page.
 
     Attributes:
         data: name of the dataset.
         model: model name or path as the user gave it.
-        snapshot: the snapshot that values were read from.
-        settings: the trainer's max_length and truncation_mode.
-        score: command that scores the missing rows.
+        noun: what an example is called: "pair" or "row".
+        pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
+        at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
+        cuts: the effects of several values of max_length.
+        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
+            most similar first.
+        alike_count: number of all such pairs, including pairs that are not displayed.
+        shown: dict from the index of each displayed example to what the page displays for it.
     """
 
     data: str
     model: str
     snapshot: Snapshot
     settings: TrainerSettings
-    score: str
-
-
-@dataclass(frozen=True)
-class Content:
-    """The content of a report's page.
-
-    Attributes:
-        noun: what an example is called: "pair" or "row".
-        verdict: one line with the numbers of "fix" and "check" findings.
-        pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
-        labels: how often the reference prefers desirable completions; None for pairs.
-        at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
-        cuts: the effects of several values of max_length.
-        enough: the smallest max_length that leaves 99% of the examples uncut.
-        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
-            most similar first.
-        alike_count: number of all such pairs, including pairs that are not displayed.
-        shown: dict from the index of each displayed example to what the page displays for it.
-        seconds: number of seconds that it took to compute the content.
-    """
-
-    subject: Subject
     noun: str
-    verdict: str
     findings: list[Finding]
     collected: Collected
     figures: Figures
     pairs: PairPreference | None
-    labels: LabelPreference | None
     at: Cut
     cuts: list[Cut]
-    enough: int
     duplicates: Duplicates
     outliers: list[OutlierKind]
     alike: list[tuple[int, float]]
     alike_count: int
     shown: dict[int, Shown]
-    seconds: float
 
 
 def check_folder(folder: Path) -> None:
@@ -140,19 +119,20 @@ def render_page(content: Content) -> str:
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
+    environment.filters |= {"number": number, "percent": percent, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
     return environment.get_template("report.html").render(
         content=content,
+        verdict=verdict(content.findings),
         draw_histograms=draw_histograms,
         draw_density=draw_density,
         draw_truncation=draw_truncation,
         mark=Markup(_MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
-        name=Path(content.subject.data).name or content.subject.data,
+        name=Path(content.data).name or content.data,
         made=moment(datetime.now(UTC)),
         version=version("reflogp"),
         levels=LEVELS,
@@ -209,9 +189,7 @@ def draw_density(name: str, density: Density) -> Markup:
     left, right, low, high = density.lengths[0], density.lengths[-1], density.means[0], density.means[-1]
     fullest = max(max(column) for column in density.counts)
     ticks = [tick for tick in round_ticks(low, high, 4) if low <= tick <= high]
-    powers = [float(power) for power in range(math.ceil(left), math.floor(right) + 1)]
-    powers = powers[:: math.ceil(len(powers) / 7) or 1]
-    parts = [grid(ticks, low, high, plain), x_axis(powers, left, right, _tokens, "tokens of the completion")]
+    parts = [grid(ticks, low, high, plain), _token_axis(left, right, "tokens of the completion")]
     width, height = PLOT_WIDTH / len(density.counts), PLOT_HEIGHT / len(density.counts[0])
     for x, column in zip(density.lengths, density.counts, strict=False):
         for y, count in zip(density.means[1:], column, strict=False):
@@ -227,12 +205,12 @@ def draw_density(name: str, density: Density) -> Markup:
                     )
                 )
     half = (density.lengths[1] - density.lengths[0]) / 2
-    points = [
-        f"{written(x_at(x + half, left, right))},{written(y_at(min(max(median, low), high), low, high))}"
+    medians = [
+        (x_at(x + half, left, right), y_at(min(max(median, low), high), low, high))
         for x, median in zip(density.lengths, density.medians, strict=False)
         if median is not None
     ]
-    parts.append(Markup('<polyline class="line m" points="{}"/>').format(" ".join(points)))
+    parts.append(_line("m", medians))
     described = (
         f"Histogram of completions by length, from {_tokens(left)} to {_tokens(right)} tokens, and by mean log-prob, from "
         f"{plain(low)} to {plain(high)} nats per token. Rank correlation between length and mean log-prob: "
@@ -246,18 +224,16 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
     left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
     if right <= left:
         left, right = left - 0.5, right + 0.5
-    powers = [float(power) for power in range(math.ceil(left), math.floor(right) + 1)]
-    powers = powers[:: math.ceil(len(powers) / 7) or 1]
     parts = [
         grid([0.0, 0.25, 0.5, 0.75, 1.0], 0, 1, lambda share: f"{share:.0%}"),
-        x_axis(powers, left, right, _tokens, "max_length, tokens"),
+        _token_axis(left, right, "max_length, tokens"),
     ]
     for at, shares in enumerate(curve.shares.values()):
         points = [
-            f"{written(x_at(math.log2(length), left, right))},{written(y_at(share, 0, 1))}"
+            (x_at(math.log2(length), left, right), y_at(share, 0, 1))
             for length, share in zip(curve.max_lengths, shares, strict=True)
         ]
-        parts.append(Markup('<polyline class="line s{}" points="{}"/>').format(at, " ".join(points)))
+        parts.append(_line(f"s{at}", points))
     if left <= math.log2(marked) <= right:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
@@ -265,6 +241,17 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
         f"{curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}. Both are zero if no sequence is longer than max_length."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
+
+
+def _line(kind: str, points: Iterable[tuple[float, float]]) -> Markup:
+    places = " ".join(f"{written(x)},{written(y)}" for x, y in points)
+    return Markup('<polyline class="line {}" points="{}"/>').format(kind, places)
+
+
+def _token_axis(low: float, high: float, unit: str) -> Markup:
+    """Return an x axis for numbers of tokens, with at most about seven ticks at powers of two. Bounds are given as log2."""
+    powers = [float(power) for power in range(math.ceil(low), math.floor(high) + 1)]
+    return x_axis(powers[:: math.ceil(len(powers) / 7) or 1], low, high, _tokens, unit)
 
 
 def _upright(x: float, kind: str) -> Markup:
