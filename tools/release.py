@@ -39,7 +39,10 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
         ["fastapi", "uvicorn", "ray", "vllm"],
     ),
     "service,trainer": (["from reflogp.cli.demo import demo"], ["ray", "vllm"]),
-    "service,otel": (["import reflogp.scoring.otel"], ["trl", "ray", "vllm"]),
+    "service,otel": (
+        ["from reflogp.scoring.tracing import _process_provider; assert _process_provider()"],
+        ["trl", "ray", "vllm"],
+    ),
     "service,ray": (["import reflogp.scoring.on_ray.workers"], ["trl", "vllm"]),
 }
 

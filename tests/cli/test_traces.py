@@ -1,14 +1,18 @@
 """Traces of `reflogp score` and of `score` from Python: the spans that a real collector gets, and what happens without one."""
 
+import contextvars
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
-from reflogp.scoring.otel import MOST_SPANS
+from reflogp.scoring import tracing
+from reflogp.scoring.data.confined_process import SOCKET, ConfinedProcess
 from tests.collector import collector
 from tests.conftest import write_rows
 from tests.service.serving import token_rows, wait_until
@@ -19,8 +23,10 @@ COMMAND = "from reflogp.cli import main; main()"
 
 @pytest.fixture
 def taken():
+    tracing._process_provider.cache_clear()
     with collector() as found:
         yield found
+    tracing._process_provider.cache_clear()
 
 
 @pytest.fixture
@@ -46,14 +52,14 @@ def test_a_run_is_a_trace(score, taken, tmp_path):
     assert {name: root.attributes[f"reflogp.{name}"] for name in counts} == counts
     assert root.attributes["reflogp.store"].endswith("/store")
     stages = taken.children(root)
-    assert {span.name for span in stages} == {"read", "tokenize", "look up", "load model", "score", "commit"}
+    assert {span.name for span in stages} == {"read and tokenize", "look up", "load model", "score", "commit"}
     assert len(stages) == len(taken.spans) - 1
     assert all(root.start <= span.start <= span.end <= root.end and not span.is_error for span in stages)
     again = score(file, OTEL_EXPORTER_OTLP_ENDPOINT=taken.url)
     assert again.wait(120) == 3
     second = taken.named("reflogp score")[1]
     assert second.attributes["reflogp.hits"] == 2200
-    assert {span.name for span in taken.children(second)} == {"read", "tokenize", "look up"}
+    assert {span.name for span in taken.children(second)} == {"read and tokenize", "look up"}
     assert sum(span.attributes["reflogp.hits"] for span in taken.children(second) if span.name == "look up") == 2200
 
 
@@ -76,33 +82,40 @@ def test_an_error_is_the_runs_status(score, taken, tmp_path):
     assert root.is_error and "columns" in root.message and root.message in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_spans_and_sends_them(score, taken, tmp_path, number):
+def test_ctrl_c_ends_the_run_and_sends_its_spans(score, taken, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(30_000, 2))
-    process = score(file, "--token-budget", "1024", OTEL_EXPORTER_OTLP_ENDPOINT=taken.url)
+    process = score(file, "--token-budget", "1024", OTEL_EXPORTER_OTLP_ENDPOINT=taken.url, OTEL_BSP_SCHEDULE_DELAY="500")
     wait_until(lambda: taken.named("score"))
     began = time.monotonic()
-    process.send_signal(number)
-    code = process.wait(60)
-    assert code == (-signal.SIGTERM if number == signal.SIGTERM else 130) and time.monotonic() - began < 15
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and time.monotonic() - began < 15
     [root] = taken.named("reflogp score")
-    assert root.is_error and ("SIGTERM" in root.message or root.attributes["error.type"] == "KeyboardInterrupt")
+    assert root.is_error and root.attributes["error.type"] == "KeyboardInterrupt"
     assert len({span.id for span in taken.spans}) == len(taken.spans)
 
 
-def test_a_run_without_a_collector_ends_in_time_and_says_so_once(score, tmp_path):
+@pytest.fixture
+def hanging():
+    """The URL of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, tmp_path, hanging):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 3))
     plain = score(file)
     began = time.monotonic()
     assert plain.wait(120) == 0
     usual = time.monotonic() - began
-    file = write_rows(tmp_path / "more.jsonl", token_rows(20, 4))
-    began = time.monotonic()
-    process = score(file, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0 and "40 scored" in out
-    assert time.monotonic() - began < usual + 10, err
-    assert err.count("does not accept traces") == 1 and "Connection refused" in err and "Traceback" not in err, err
+    for number, url in enumerate((hanging, "http://127.0.0.1:9")):
+        file = write_rows(tmp_path / f"{number}.jsonl", token_rows(20, 10 + number))
+        began = time.monotonic()
+        process = score(file, OTEL_EXPORTER_OTLP_ENDPOINT=url)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and "40 scored" in out
+        assert time.monotonic() - began < usual + 10, err
+        assert "Traceback" not in err, err
+    assert "Connection refused" in err, err
 
 
 def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, taken):
@@ -110,7 +123,7 @@ def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, take
     process = score(file, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{taken.url}/elsewhere")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert err.count("does not accept traces") == 1 and "404" in err, err
+    assert "404" in err and "Traceback" not in err, err
 
 
 def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp_path):
@@ -139,65 +152,42 @@ def test_nothing_is_imported_without_an_endpoint(score, tmp_path):
         assert process.returncode == 0 and out.strip().splitlines()[-1] == imported, err
 
 
-def test_spans_are_sent_again_after_an_exporter_has_raised(taken, monkeypatch):
-    """As older exporters do where nothing listens."""
-    from reflogp.scoring import otel, tracing
-
+def test_a_forked_process_has_one_thread_and_can_trace_runs_of_its_own(taken, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
-    monkeypatch.setattr(tracing, "_senders", [])
-    export, raised = otel.OTLPSpanExporter.export, []
-
-    def raises_once(self, spans):
-        if raised:
-            return export(self, spans)
-        raised.append(spans)
-        raise ConnectionError("Connection refused")
-
-    monkeypatch.setattr(otel.OTLPSpanExporter, "export", raises_once)
-    lost = pytest.warns(UserWarning, match="does not accept traces.*Connection refused")
-    with lost, tracing.run_span("1", flush_at_end=True):
-        pass
-    with tracing.run_span("2", flush_at_end=True):
-        pass
-    assert raised and not taken.named("1") and taken.named("2")
+    with tracing.run_span("of the parent", flush_at_end=True):
+        child = ConfinedProcess(_threads_and_a_run, 1 << 30)
+        assert child.socket.recv(100) == b"1"
+        assert child.socket.recv(100) == b""
+        child.end()
+    assert len(taken.named("of the parent")) == len(taken.named("of the child")) == 1
 
 
-def test_a_handler_of_sigterm_that_is_set_during_a_run_stays(taken, monkeypatch):
-    from reflogp.scoring import tracing
+def _threads_and_a_run():
+    with socket.socket(fileno=SOCKET) as parent:
+        parent.send(str(psutil.Process().num_threads()).encode())
+        contextvars.Context().run(_run_of_the_child)
 
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
-    monkeypatch.setattr(tracing, "_senders", [])
-    before = signal.getsignal(signal.SIGTERM)
 
-    def own(number, frame):
+def _run_of_the_child():
+    with tracing.run_span("of the child", flush_at_end=True):
         pass
 
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with tracing.run_span("plain", flush_at_end=True):
-            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with tracing.run_span("with a handler", flush_at_end=True):
-            signal.signal(signal.SIGTERM, own)
-        assert signal.getsignal(signal.SIGTERM) is own
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
-
-def test_the_number_of_spans_is_bounded(taken, monkeypatch):
-    """Further stages only count."""
+def test_stages_and_their_attributes(taken, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
-    from reflogp.scoring import tracing
-
-    monkeypatch.setattr(tracing, "_senders", [])
-    with tracing.run_span("many", flush_at_end=True):
-        for _ in range(MOST_SPANS + 500):
-            with tracing.span("outer"), tracing.span("inner stage"):
-                pass
-            with tracing.span("none") as none:
-                none.discard()
-    assert len(taken.named("outer")) == len(taken.named("inner stage")) == MOST_SPANS
-    [root] = taken.named("many")
-    assert root.attributes["reflogp.outer.count"] == root.attributes["reflogp.inner_stage.count"] == MOST_SPANS + 500
-    assert root.attributes["reflogp.outer.seconds"] >= root.attributes["reflogp.inner_stage.seconds"] > 0
-    assert not taken.named("none") and "reflogp.none.count" not in root.attributes
+    with tracing.span("outside"):
+        pass
+    with pytest.raises(ValueError, match="x"), tracing.run_span("run", store="s", flush_at_end=True) as run:
+        run["rows"] = 3
+        with tracing.run_span("inner") as inner:
+            inner["hits"] = 2
+        tracing.record("recorded", 2.0, sequences=None, tokens=5)
+        with tracing.span("failing", rows=1) as stage:
+            stage["tokens"] = 2
+            raise ValueError("x")
+    [root] = taken.named("run")
+    assert root.attributes == {"reflogp.store": "s", "reflogp.rows": 3, "reflogp.hits": 2, "error.type": "ValueError"}
+    assert {span.name for span in taken.spans} == {"run", "recorded", "failing"}
+    [recorded], [failing] = taken.named("recorded"), taken.named("failing")
+    assert recorded.end - recorded.start == 2_000_000_000 and recorded.attributes == {"reflogp.tokens": 5}
+    assert failing.attributes == {"reflogp.rows": 1, "reflogp.tokens": 2} and failing.parent == recorded.parent == root.id

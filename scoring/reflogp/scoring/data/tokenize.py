@@ -26,7 +26,6 @@ from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, Token
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
-from reflogp.scoring.tracing import span, traced
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import UsageError, resolve_model
 from reflogp.store.images import IMAGE_COLUMNS
@@ -119,7 +118,7 @@ def tokenize_dataset(
     may_come = False
     notes: tuple[str, ...] = ()
     with ExitStack() as stack:
-        for rows in traced("read", batched(source, window), lambda rows: {"rows": len(rows)}):
+        for rows in batched(source, window):
             if outputs is None and any(row.columns is not None for row in rows):
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
@@ -146,10 +145,7 @@ def tokenize_dataset(
                     f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
                     "text; add a column named images, with an empty list, to the stream's first row"
                 )
-            with span("tokenize", rows=len(rows)) as tokenizing:
-                tokenized = _tokenize_window(rows, children, outputs, check, images)
-                tokenizing.set(tokens=tokenized.tokens())
-            yield replace(tokenized, notes=notes)
+            yield replace(_tokenize_window(rows, children, outputs, check, images), notes=notes)
             notes = ()
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")

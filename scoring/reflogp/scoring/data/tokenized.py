@@ -25,7 +25,6 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import TokenizedRows, tokenize_dataset
-from reflogp.scoring.tracing import traced
 from reflogp.scoring.vision import VisionProcessor
 
 
@@ -126,7 +125,7 @@ class TokenizedDataset:
             return self._tokenized()
         if not self._kept.is_file():
             return self._tokenized_and_kept(self._kept)
-        return traced("read", _read(self._kept), lambda window: {"rows": len(window.table), "tokens": window.tokens()})
+        return _read(self._kept)
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
         yield from tokenize_dataset(

@@ -59,6 +59,6 @@ class Committer:
                 provenance,
             )
             snapshot = self._table.append(rows).snapshot
-            commit.set(snapshot=snapshot)
+            commit["snapshot"] = snapshot
             self._table.compact_if_many(self._small_shards)
         return snapshot

@@ -27,7 +27,7 @@ from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, Committer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
-from reflogp.scoring.tracing import span
+from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable
 
 #: Maximum number of groups waiting for the engine, and maximum number of passes waiting for a commit. A pass of 65,536 tokens
@@ -182,13 +182,13 @@ class ScoringPipeline:
 
         Return an empty list if no group is available and no pass is running, and None after the last pass.
         """
-        with span("score") as scoring:
-            numbered = next(flow, None)
-            if not numbered:
-                scoring.discard()
-                return None if numbered is None else []
-            landed = [(*self._groups.computed(number), outcome) for number, outcome in numbered]
-            scoring.set(sequences=len(landed), tokens=sum(len(miss.sequence) for miss, _, _ in landed))
+        began = time.monotonic()
+        numbered = next(flow, None)
+        if not numbered:
+            return None if numbered is None else []
+        landed = [(*self._groups.computed(number), outcome) for number, outcome in numbered]
+        tokens = sum(len(miss.sequence) for miss, _, _ in landed)
+        record("score", time.monotonic() - began, sequences=len(landed), tokens=tokens)
         return landed
 
     def _commit_passes(self) -> None:

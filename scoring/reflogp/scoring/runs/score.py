@@ -22,7 +22,7 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
-from reflogp.scoring.tracing import run_span, span
+from reflogp.scoring.tracing import record, run_span, span
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
@@ -174,7 +174,7 @@ def score_dataset(
         flush_at_end=True,
         reference_id=reference.reference_id,
         store=hide_secrets(store.uri),
-    ) as root:
+    ) as attributes:
         table = store.create_table(reference)
         before = table.snapshot()
         summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
@@ -191,7 +191,7 @@ def score_dataset(
                 scorer.stop()
                 raise
             finally:
-                root.set(**{name: getattr(summary, name) for name in _TRACED})
+                attributes |= {name: getattr(summary, name) for name in _TRACED}
         summary.seconds = time.monotonic() - started
         run.close()
     return summary
@@ -232,7 +232,9 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
     This generator runs in its own thread.
     """
     counting = RowCount(dataset)
+    began = time.monotonic()
     for window in dataset:
+        record("read and tokenize", time.monotonic() - began, rows=len(window.table), tokens=window.tokens())
         columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
         cut = settings.max_length, settings.truncation_mode
         with span("look up", rows=len(window.table)) as looking_up:
@@ -240,7 +242,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             keys = [view.keys() for view in views]
             looked_up = [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)]
             hits = sum(int((found.lengths >= view.needed).sum()) for view, _, found in looked_up)
-            looking_up.set(sequences=sum(map(len, keys)), hits=hits)
+            looking_up |= {"sequences": sum(map(len, keys)), "hits": hits}
         yield _Window(
             counting.rows,
             len(window.table.column_names) - 2,  # all columns except row and prompt_ids
@@ -252,6 +254,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             looked_up,
             images_for_engine(window),
         )
+        began = time.monotonic()
 
 
 class _Run:
