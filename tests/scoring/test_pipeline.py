@@ -5,6 +5,7 @@ import itertools
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine.flow import Prepared, Unit
+from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
@@ -403,3 +406,23 @@ def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
     with Prefetch(items(), 2, "reflogp-test") as ahead:
         assert next(iter(ahead)) == 1
     assert closed == ["reflogp-test"]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_while_a_pass_is_in_flight_and_nothing_comes_the_threads_sleep(comes):
+    turns = 0
+    unit = Unit([], (), 0, Operations())
+    stop = time.monotonic() + 0.3
+
+    def units():
+        nonlocal turns
+        while not comes or time.monotonic() < stop:
+            turns += 1
+            yield None
+        yield unit
+
+    flying = SimpleNamespace(landed=SimpleNamespace(has_passed=lambda: not comes and time.monotonic() > stop))
+    with Prepared(units()) as prepared:
+        assert prepared.take(flying) is (unit if comes else None)
+        assert time.monotonic() >= stop
+    assert 10 < turns < 500

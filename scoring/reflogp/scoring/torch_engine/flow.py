@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
-#: Seconds between checks of whether the current pass's values are on the host, while the next pass is still being prepared.
+#: Seconds between checks of whether the current pass's values are on the host, and of whether there is anything to prepare.
 _LOOK_SECONDS = 0.002
 
 
@@ -112,10 +113,12 @@ class Prepared:
             is_end, unit = self._coming.result()
             if is_end:
                 raise StopIteration
+            is_waiting = unit is None and flying is not None and not flying.landed.has_passed()
+            if is_waiting:
+                time.sleep(_LOOK_SECONDS)
             self._coming = self._background.submit(self._make)
-            if unit is not None or flying is None or flying.landed.has_passed():
+            if not is_waiting:
                 return unit
-            wait([self._coming], _LOOK_SECONDS)
 
     def _make(self) -> tuple[bool, Unit | None]:
         try:
