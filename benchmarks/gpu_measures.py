@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
+from flops import matmul_flops_per_second
 from gpu_sides import now, reason
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from reflogp.scoring.torch_engine import log_sum_exp
-from reflogp.scoring.torch_engine.flops import matmul_flops_per_second
 from reflogp.scoring.torch_engine.head import Head
 
 #: Seconds of products without a pause, and rows of the square matrices, by device type.

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from flops import Qwen2Flops
 from pairs import Pairs
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.attention import installed_kernels
 from reflogp.scoring.torch_engine.load import in_memory
-from reflogp.scoring.torch_engine.packing import Pack, packs
+from reflogp.scoring.torch_engine.packing import packs
 
 #: Maximum number of float32 logits that the padded side's head computes at once: 2**28 are 1 GiB.
 _LOGITS_AT_ONCE = 1 << 28
@@ -43,32 +44,6 @@ class Run:
     operations: float
     passes: list[tuple[float, int]]
     complete: bool
-
-
-class Work:
-    """A counter of the operations of a Qwen2 forward, from the model's config."""
-
-    def __init__(self, config: Any) -> None:
-        head = config.hidden_size // config.num_attention_heads
-        projections = config.hidden_size * head * 2 * (config.num_attention_heads + config.num_key_value_heads)
-        self._per_token = 2.0 * config.num_hidden_layers * (projections + 3 * config.hidden_size * config.intermediate_size)
-        self._per_score = 4.0 * config.num_hidden_layers * config.hidden_size
-        self._per_prediction = 2.0 * config.hidden_size * config.vocab_size
-
-    def __call__(self, tokens: int, scores: float, predictions: int) -> float:
-        """Return the operations of a pass.
-
-        Args:
-            tokens: number of tokens that go through the layers.
-            scores: number of attention scores, one for each query and each key that it may see.
-            predictions: number of positions whose logits are computed.
-        """
-        return self._per_token * tokens + self._per_score * scores + self._per_prediction * predictions
-
-    def of_pack(self, pack: Pack) -> float:
-        added = [(branch.stop - branch.start, branch.shared) for branch in pack.branches]
-        scores = sum(count * shared + count * (count + 1) / 2 for count, shared in added)
-        return self(len(pack), scores, len(pack.predicted))
 
 
 def now(device: torch.device) -> float:
@@ -122,7 +97,7 @@ class Packed:
         check = self.engine.self_check
         if kernel is not None and check.kernels != [kernel]:
             raise RuntimeError(check.rejected.get(kernel) or check.rejected.get("packed") or f"{kernel} declines this model")
-        self._work = Work(own.config)
+        self._work = Qwen2Flops(own.config)
         self._counted: tuple[Pairs | None, float] = (None, 0.0)
         self.about = {"self_check": check.as_dict(), "token_budget": self.engine.token_budget}
 
@@ -166,7 +141,7 @@ class Padded:
         self._model.set_attn_implementation(attention)
         self._device = next(self._model.parameters()).device
         self._batch, self._whole_logits = batch, whole_logits
-        self._work = Work(self._model.config)
+        self._work = Qwen2Flops(self._model.config)
         self.about = {"batch": batch, "attention": attention}
 
     def values(self, sequences: list[Sequence]) -> list[np.ndarray]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flops import matmul_flops_per_second
 from machine import cpu_and_cores, file_name
 from pairs import Pairs, drawn_pairs
 from shapes import SHAPES
@@ -39,8 +40,6 @@ from sides import (
     tokenize,
 )
 from vllm_process import Vllm
-
-from reflogp.scoring.torch_engine.flops import matmul_flops_per_second
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.vllm.serving import free_port, vllm_serve
@@ -145,15 +144,13 @@ class Record:
     def measure(self, side: Any, ours: Ours) -> None:
         """Score the pairs or, unless this is the torch engine's side, the sample; record the rate."""
         pairs = self.pairs if side is ours else self.sample
-        before = ours.engine.operations()
+        before = ours.engine.token_counts()
         seconds = side.seconds(pairs)
         self.rates.setdefault(side.name, []).append(pairs.tokens / seconds)
         if side is ours:
-            matmul_flops_per_second.cache_clear()
             self._peaks.append(matmul_flops_per_second(ours.engine.device, torch.bfloat16))
-            operations = ours.engine.operations() - before
-            self._utilization.append(operations.computed / seconds / self._peaks[-1])
-            self._gains.append(operations.sharing_gain)
+            self._utilization.append(ours.operations(pairs) / seconds / self._peaks[-1])
+            self._gains.append((ours.engine.token_counts() - before).sharing_gain)
 
     def result(self) -> dict[str, Any]:
         """Return the medians and ratios."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flops import Qwen2Flops
 from pairs import Pairs
 from shapes import random_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_PYTHON
 
 from reflogp.cli.console import quiet_libraries
@@ -25,6 +26,7 @@ from reflogp.scoring.data.encode import tokenize_examples
 from reflogp.scoring.data.shape import examples_of
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.scoring.torch_engine.packing import packs
 from reflogp.store import describe_reference
 
 VOCABULARY = 32_000
@@ -82,11 +84,16 @@ class Ours:
     def __init__(self, model: Path, device: str) -> None:
         self.engine = TorchEngine(str(model), "bfloat16", device)
         self._device = device
+        self._flops = Qwen2Flops(AutoConfig.from_pretrained(model))
 
     def seconds(self, pairs: Pairs) -> float:
         start = synchronized(self._device)
         self.engine.score(pairs.sequences())
         return synchronized(self._device) - start
+
+    def operations(self, pairs: Pairs) -> float:
+        """Return the number of operations with which the pairs are scored; shared tokens count once."""
+        return sum(self._flops.of_pack(pack) for pack in packs(pairs.sequences(), self.engine.token_budget))
 
 
 class OursWithVllm:

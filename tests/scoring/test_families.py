@@ -84,6 +84,35 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
         assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
 
 
+def test_heads_may_differ_in_size_by_layer(tmp_path):
+    """Gemma 4 has wider heads in its layers of full attention; its config refuses to name one size for all layers."""
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    sequences = some_pairs(8)
+    engine = TorchEngine(str(tmp_path), "float32")
+    assert engine.self_check.path == "packed"
+    for values, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
 def test_dynamic_rotary_embeddings_of_a_long_sequence_do_not_stay(tmp_path):
     """A sequence as long as the original context, at which transformers itself does not reset the embeddings, has its own."""
     original = 32

@@ -183,7 +183,7 @@ def test_the_vision_tower_runs_once_for_each_distinct_image(budget, family):
     sequences = engine_sequences(family, rows())
     engine.score(sequences)
     if budget == 10_000:
-        assert engine.operations().sharing_gain > 1.4
+        assert engine.token_counts().sharing_gain > 1.4
     seen, base = [], engine._loaded.model.base_model
     tower = next(part for name in ("vision_tower", "vision_model", "visual") if (part := getattr(base, name, None)) is not None)
     handle = tower.register_forward_pre_hook(lambda *args, **kwargs: seen.append(1), with_kwargs=True)

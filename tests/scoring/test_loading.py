@@ -320,12 +320,6 @@ def test_memory_that_runs_out_anywhere_is_an_error_of_ours(error, reference_fold
             TorchEngine(str(adapter), "float32", device="cpu")
 
 
-def test_a_full_device_is_not_measured(reference_folder, monkeypatch):
-    engine = TorchEngine(str(reference_folder), "float32", device="cpu")
-    monkeypatch.setattr(torch_engine, "matmul_flops_per_second", raising(SAYINGS[0]))
-    assert engine.peak_flops_per_second() is None
-
-
 @pytest.mark.parametrize(("intermediate", "expected"), [(14_336, 65_536), (36_864, 58_254)])
 def test_no_activation_has_more_elements_than_32_bits_count(intermediate, expected, monkeypatch):
     """Of Gemma 2 9B and 27B; the larger one's first full pass would compile its MLP again, with 64-bit indices."""
@@ -398,7 +392,7 @@ def test_an_exchanged_model_is_gone_before_the_next_one_loads(compile_layers, re
 
 def held_facts(engine: TorchEngine, sequences: list[Sequence]) -> tuple:
     """What a job asks of its engine between passes."""
-    return engine.problems(sequences), engine.operations(), engine.provenance(), engine.peak_flops_per_second()
+    return engine.problems(sequences), engine.token_counts(), engine.provenance()
 
 
 def test_a_model_that_finds_no_room_gets_that_of_others(reference_folder):

@@ -164,7 +164,7 @@ def test_a_unit_that_a_helper_cannot_answer_ends_its_help(tmp_path, reference_fo
 
     reference = describe_reference(str(reference_folder), "float32")
     asked, sent = queue.SimpleQueue(), []
-    asked.put(({"method": "score", "again": True, "run": "r", "number": 0}, b"not a unit"))
+    asked.put(({"again": True, "run": "r", "number": 0}, b"not a unit"))
     table = Store(tmp_path / "here").create_table(reference)
     monkeypatch.setattr(helping_module, "JobEngine", lambda loop, engine, *rest: engine)
     with pytest.raises(ValueError, match="metadata bytes"):

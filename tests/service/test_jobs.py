@@ -101,7 +101,7 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     first = client.report(job.id)["outliers"][0]
     assert first["prompt"] and first["completions"]
     assert job.summary["snapshot"] <= table.snapshot_number()
-    assert 0 < job.summary["model_flops_utilization"] <= 1 and job.summary["sharing_gain"] > 1
+    assert job.summary["sharing_gain"] > 1
     page = httpx.get(f"{client.url}/jobs/{job.id}").text
     assert f"<dd>{job.summary['sharing_gain']:.1f}×</dd>" in page
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.sequences import Operations
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import ReferenceFiles, autocast_dtype, read_reference_files
@@ -44,11 +44,8 @@ class Engine(Protocol):
     def provenance(self) -> dict[str, Any]:
         """Return a description of how this engine computes values. The description is stored with the values."""
 
-    def operations(self) -> Operations:
-        """Return the operation counts of all sequences scored so far. The counts are 0 if the engine cannot count them."""
-
-    def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak matrix-multiplication rate, in operations per second, or None if it cannot be measured."""
+    def token_counts(self) -> TokenCounts:
+        """Return the token counts of all sequences scored so far."""
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""

@@ -105,7 +105,7 @@ class ClusterWorkers:
         """
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
-        lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
+        lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 1}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
@@ -153,10 +153,6 @@ class _RayWorker:
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
         """See Worker.score."""
         return _future(self._actor.score.remote(content, again))
-
-    def peak(self) -> Future[float | None]:
-        """See Worker.peak."""
-        return _future(self._actor.peak.remote())
 
     def stop(self) -> Future[None]:
         """See Worker.stop."""

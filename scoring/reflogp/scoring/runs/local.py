@@ -93,9 +93,7 @@ class LocalScorer:
     def work(self) -> Work:
         """See Scorer.work."""
         if self._engine is not None and self._computing is not None:
-            self._work.seconds, self._work.operations = self._computing.seconds, self._engine.operations()
-            if self._work.seconds > 0:
-                self._work.peak = self._engine.peak_flops_per_second()
+            self._work.seconds, self._work.token_counts = self._computing.seconds, self._engine.token_counts()
         return self._work
 
     def close(self) -> None:

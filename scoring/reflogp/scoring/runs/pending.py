@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from reflogp.scoring.torch_engine.sequences import Operations, Sequence
+from reflogp.scoring.torch_engine.sequences import Sequence, TokenCounts
 from reflogp.store import LogprobTable
 
 
@@ -42,20 +42,17 @@ class OutcomeCallbacks(Protocol):
 
 @dataclass
 class Work:
-    """The time and the number of operations that scoring took, and how the values were computed.
+    """The time that scoring took, the number of tokens, and how the values were computed.
 
     Attributes:
         seconds: number of seconds during which at least one engine was computing.
-        operations: operation counts of the scored sequences.
-        peak: measured peak matrix-multiplication rate of all devices together, in operations per second; None if nothing was
-            computed or the rate of an engine's device cannot be measured.
+        token_counts: token counts of the scored sequences.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that were computing at the same time.
     """
 
     seconds: float = 0.0
-    operations: Operations = field(default_factory=Operations)
-    peak: float | None = None
+    token_counts: TokenCounts = field(default_factory=TokenCounts)
     provenance: dict[str, Any] | None = field(default=None)
     workers: int = 0
 
@@ -105,4 +102,4 @@ class Scorer(Protocol):
         """Stop scoring, and commit the values that are already computed. No further outcomes are reported."""
 
     def work(self) -> Work:
-        """Return the time and the number of operations that scoring took, and how the values were computed."""
+        """Return the time that scoring took, the number of tokens, and how the values were computed."""

@@ -65,13 +65,9 @@ class ScoreSummary:
         seconds: wall time of the run.
         scoring_seconds: part of `seconds` during which at least one engine was computing.
         tokens_per_second: tokens divided by scoring_seconds.
-        model_flops_utilization: operations per second during scoring_seconds, divided by the measured rate at which all devices
-            together multiply random matrices. Tokens that several sequences share count once, and padding does not
-            count (see the class Operations). None if nothing was computed, or if the rate of an engine's device cannot be
-            measured.
-        sharing_gain: number of operations that scoring would take with a separate forward pass for each sequence, divided by
-            the number of operations in the passes that ran; at least 1. None if nothing was computed, or if the engine cannot
-            count operations.
+        sharing_gain: number of tokens in the scored sequences, divided by the number of tokens that the passes computed; at
+            least 1. In a pass, tokens that several sequences share count once, and padding does not count. None if nothing was
+            computed, or if the engine cannot count the tokens.
         workers: largest number of engines that were computing at the same time; 0 if nothing was computed.
         reference_id: id of the reference that computed the values, 32 hex digits.
         snapshot: number of a snapshot that contains all values. It is the snapshot of the run's last commit. If nothing was
@@ -95,7 +91,6 @@ class ScoreSummary:
     seconds: float = 0.0
     scoring_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    model_flops_utilization: float | None = None
     sharing_gain: float | None = None
     workers: int = 0
     reference_id: str = ""
@@ -116,10 +111,8 @@ class ScoreSummary:
             + (f", {self.failed:,} failed" if self.failed else "")
             + (f"; {counted(self.dropped_rows, 'row')} dropped (prompt fills max_length)" if self.dropped_rows else "")
         )
-        used = self.model_flops_utilization
         rates = (
             f"{self.tokens:,} tokens in {self.scoring_seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
-            + (f", {100 * used:.0f}% of the peak matrix-multiplication rate" if used else "")
             + (f", sharing gain {self.sharing_gain:.1f}×" if self.sharing_gain else "")
             + (f", {self.workers} workers" if self.workers > 1 else "")
         )
@@ -353,9 +346,7 @@ class _Run:
             summary.notes.append(f"{rows} no prompt: the first completion token is context and has no value, as in TRL's loss")
         if work.seconds > 0:
             summary.tokens_per_second = summary.tokens / work.seconds
-            if work.peak is not None:
-                summary.model_flops_utilization = work.operations.computed / work.seconds / work.peak
-        summary.sharing_gain = work.operations.sharing_gain
+        summary.sharing_gain = work.token_counts.sharing_gain
 
     def scored(self, miss: Miss) -> None:
         """See OutcomeCallbacks.scored."""

@@ -17,8 +17,6 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as fx_config
 
-from reflogp.scoring.torch_engine.flops import expert_count
-
 #: Minimum number of parameters of a model that is compiled by default. Smaller models are not compiled, because the first
 #: compilation takes 10 to 40 s (torch caches the result on disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
@@ -54,6 +52,16 @@ def should_compile(model: Any, device: torch.device) -> bool:
     experts = expert_count(model.config.get_text_config())
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
     return not experts and compiler is not None and model.num_parameters() >= COMPILE_FROM_PARAMETERS
+
+
+def expert_count(config: Any) -> int | None:
+    """Return the number of experts in each mixture-of-experts layer; None for a dense model.
+
+    Different model families store this number in config fields with different names.
+    """
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    parts = (config, getattr(config, "ffn_config", None))
+    return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:

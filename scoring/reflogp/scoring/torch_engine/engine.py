@@ -21,7 +21,6 @@ import transformers
 from reflogp.scoring.errors import EngineError, PictureError
 from reflogp.scoring.torch_engine.compilation import should_compile
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
-from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
 from reflogp.scoring.torch_engine.forward import (
     attention_names,
@@ -37,7 +36,7 @@ from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, 
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images
-from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, Sequence, in_order, passes_over, problem_of
+from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
 
@@ -122,8 +121,7 @@ class TorchEngine:
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use 'float32', or omit it for the model's dtype, {own_head}")
-        self._flops = ForwardFlops(self._loaded.model)
-        self._operations = Operations()
+        self._token_counts = TokenCounts()
         if compile_layers is None:
             compile_layers = should_compile(self._loaded.model, self.device)
         self.pass_seconds: float | None = None
@@ -347,27 +345,14 @@ class TorchEngine:
             self._good_passes = 0
             self.token_budget = min(2 * self.token_budget, self._first_budget)
 
-    def operations(self) -> Operations:
-        """Return the operation counts of all finished passes, not counting the self-check."""
-        return self._operations
-
-    def peak_flops_per_second(self) -> float | None:
-        """Return the device's peak rate for matrix products, in operations per second; None if memory runs out.
-
-        The rate is measured with random matrices in the dtype of the model's matrix products, once for each device and dtype.
-        """
-        try:
-            with on_device(self.device):
-                return matmul_flops_per_second(self.device, self._loaded.product_dtype)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+    def token_counts(self) -> TokenCounts:
+        """Return the token counts of all finished passes, not counting the self-check."""
+        return self._token_counts
 
     def close(self) -> None:
         """Free the weights, even if a job or a stopped stream still refers to the engine.
 
-        Afterwards, `problems`, `operations` and `provenance` still work, but sequences can no longer be scored.
+        Afterwards, `problems`, `token_counts` and `provenance` still work, but sequences can no longer be scored.
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
@@ -393,7 +378,7 @@ class TorchEngine:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
             raise EngineError(f"a forward pass failed on {self.device}: {first_line(error)}") from error
-        self._operations += flying.unit.operations
+        self._token_counts += flying.unit.token_counts
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
             self._tokens_per_second = flying.tokens_per_second()
         for place, _ in landed:
@@ -455,7 +440,8 @@ class TorchEngine:
         if self.self_check.path == "packed" and not is_masked and is_packed:
             for pack in packs(sequences, self._pass_limit()):
                 with_images = sequences if has_images else None
-                yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences), with_images)
+                scored = sum(len(sequences[index]) for index, _ in pack.members)
+                yield Unit(pack, pack.members, len(pack), TokenCounts(scored, len(pack)), with_images)
             return
         is_single = self._is_single(has_images)
         budget = 1 if is_single else self._pass_limit()
@@ -466,8 +452,8 @@ class TorchEngine:
                 members.append((index, np.arange(start, stop)))
                 start = stop
             chosen = [sequences[index] for index in batch]
-            tokens = len(batch) * max(map(len, chosen))
-            yield Unit(chosen, tuple(members), tokens, self._flops.padded(chosen), is_single=is_single)
+            tokens, scored = len(batch) * max(map(len, chosen)), sum(map(len, chosen))
+            yield Unit(chosen, tuple(members), tokens, TokenCounts(scored, scored), is_single=is_single)
 
     def _is_single(self, has_images: bool) -> bool:
         """Return True if sequences that are not packed are scored one at a time, because padded batches have wrong values."""

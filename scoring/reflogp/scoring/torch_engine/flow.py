@@ -13,7 +13,7 @@ import torch
 
 from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
-from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
+from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence, TokenCounts
 
 #: Seconds between checks of whether the current pass's values are on the host, and of whether there is anything to prepare.
 _LOOK_SECONDS = 0.002
@@ -28,7 +28,7 @@ class Unit:
         members: for each sequence, its index and the indices of its values in the output of the pass. In the units that
             `TorchEngine.flow` launches, the indices of the sequences are counted across all groups.
         tokens: number of tokens in the pass, including padding.
-        operations: operation counts of the pass.
+        token_counts: token counts of the pass, without padding.
         with_images: if the pack has images, the sequences that the indices in `work.members` refer to; None otherwise.
         is_single: True if `work` is a single sequence that the model's own forward scores.
     """
@@ -36,7 +36,7 @@ class Unit:
     work: Pack | list[Sequence]
     members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
     tokens: int
-    operations: Operations
+    token_counts: TokenCounts
     with_images: list[Sequence] | None = None
     is_single: bool = False
 

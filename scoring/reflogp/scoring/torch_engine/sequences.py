@@ -1,4 +1,4 @@
-"""Define what all engines share: the sequences to score, the checks of these sequences, and operation counts.
+"""Define what all engines share: the sequences to score, the checks of these sequences, and token counts.
 
 This module does not import torch.
 """
@@ -210,29 +210,25 @@ def passes_over(
 
 
 @dataclass(frozen=True)
-class Operations:
-    """Numbers of floating-point operations for scored sequences; a multiply-add counts as two operations.
-
-    Both numbers are 0 if the engine cannot count operations.
+class TokenCounts:
+    """Numbers of tokens of scored sequences; both are 0 if the engine cannot count them.
 
     Attributes:
-        plain: number of operations for scoring each sequence in a separate forward pass.
-        computed: number of operations in the completed passes, with shared tokens counted once. Passes that ran out of memory
-            are not counted. Padding that the engine adds is not counted, nor are query-key pairs that the model's attention
-            excludes (for example, if the key comes after the query). Tokens that a sequence's `attention_mask` hides are
-            counted like all other tokens. The device executed at least `computed` operations.
+        scored: number of tokens in the sequences, including prompts.
+        computed: number of tokens that the passes computed: tokens that several sequences of a pass share count once, and
+            padding that the engine adds does not count.
     """
 
-    plain: float = 0.0
-    computed: float = 0.0
+    scored: int = 0
+    computed: int = 0
 
-    def __add__(self, other: Operations) -> Operations:
-        return Operations(self.plain + other.plain, self.computed + other.computed)
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.scored + other.scored, self.computed + other.computed)
 
-    def __sub__(self, other: Operations) -> Operations:
-        return Operations(self.plain - other.plain, self.computed - other.computed)
+    def __sub__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.scored - other.scored, self.computed - other.computed)
 
     @property
     def sharing_gain(self) -> float | None:
-        """The ratio of `plain` to `computed`, at least 1; None if no operations were counted."""
-        return self.plain / self.computed if self.computed else None
+        """The ratio of `scored` to `computed`, at least 1; None if no tokens were counted."""
+        return self.scored / self.computed if self.computed else None

@@ -23,10 +23,10 @@ import numpy as np
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine.sequences import (
     Logps,
-    Operations,
     Outcome,
     Sequence,
     SequenceImages,
+    TokenCounts,
     in_order,
     passes_over,
     problem_of,
@@ -227,13 +227,9 @@ class VllmEngine:
                 del sequences[number]
             yield landed
 
-    def operations(self) -> Operations:
-        """Return counts of 0, because vLLM's operations cannot be counted from this process."""
-        return Operations()
-
-    def peak_flops_per_second(self) -> float | None:
-        """Return None, because the device's peak rate cannot be measured while vLLM uses the device."""
-        return None
+    def token_counts(self) -> TokenCounts:
+        """Return counts of 0, because this process does not know which tokens vLLM reads from its prefix cache."""
+        return TokenCounts()
 
     def provenance(self) -> dict[str, Any]:
         """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""

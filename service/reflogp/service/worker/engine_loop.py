@@ -23,7 +23,7 @@ import torch
 from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.errors import OutOfMemoryError
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.sequences import Operations
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.store import ReflogpError
 
 #: Maximum number of computed passes whose results the job has not read yet.
@@ -103,8 +103,8 @@ class _Work:
 
     Attributes:
         groups, before: see EngineLoop.flow.
-        out: queue of results for the job. Each forward pass adds a tuple of its results and its number of floating-point
-            operations. After the last pass, None is added. If the computation cannot continue, an error is added.
+        out: queue of results for the job. Each forward pass adds a tuple of its results and its token counts. After the last
+            pass, None is added. If the computation cannot continue, an error is added.
         is_starved: True if `groups` contained no new sequences when the engine last looked for them.
         idle_until: value of time.monotonic() before which `groups` is not checked for new sequences.
         passes: the generator returned by `begin`, or None if the computation has not begun.
@@ -114,29 +114,25 @@ class _Work:
     reference_id: str
     groups: Iterable[list[Sequence]]
     before: Callable[[list[int]], None]
-    out: queue.SimpleQueue[tuple[Landed, Operations] | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    out: queue.SimpleQueue[tuple[Landed, TokenCounts] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
     is_starved: bool = False
     idle_until: float = 0.0
-    passes: Iterator[tuple[Landed, Operations]] | None = None
+    passes: Iterator[tuple[Landed, TokenCounts]] | None = None
     abandoned: bool = False
 
-    def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
+    def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, TokenCounts]]:
         """Compute the passes and yield their results.
 
         The generator runs in the thread that owns the engine. Between passes, online requests may use the engine.
         """
         passes = engine.flow(self.groups, before=self.before)
-        is_used = False
         while True:
-            so_far = engine.operations()
+            so_far = engine.token_counts()
             landed = next(passes, None)
             if landed is None:
                 break
-            is_used |= bool(landed)
-            yield landed, engine.operations() - so_far
-        if is_used:
-            engine.peak_flops_per_second()  # measure now, while the device is otherwise idle; the job reads the value later
+            yield landed, engine.token_counts() - so_far
 
 
 class Engines:
@@ -297,8 +293,8 @@ class EngineLoop:
         groups: Iterable[list[Sequence]],
         before: Callable[[list[int]], None],
         check: Callable[[], None],
-    ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the outcomes of each forward pass, with the number of floating-point operations in the pass.
+    ) -> Iterator[tuple[Landed, TokenCounts]]:
+        """Yield the outcomes of each forward pass, with the token counts of the pass.
 
         Each outcome comes with the index of its sequence among all sequences in `groups`. The passes are computed in the thread
         that owns the engine, and alternate with online requests. Call this method in another thread.
@@ -331,7 +327,7 @@ class EngineLoop:
         assert work.engine is not None
         return work.engine
 
-    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
+    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, TokenCounts]]:
         with self._changed:
             if self._is_lost:
                 raise DeviceLostError("an earlier forward pass on this device failed")

@@ -15,12 +15,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Any
 
 from reflogp.scoring.errors import WorkerGoneError
 from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, UnitScorer, VisionCache
-from reflogp.scoring.torch_engine.sequences import Operations
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import HelpOrder
@@ -89,14 +90,10 @@ class Helpers:
             case "gone":
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
-    def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """Ask a helper to call a method of its UnitScorer, and return a Future of the result.
+    def ask(self, helper: _Helper, content: bytes, again: bool) -> Future[Any]:
+        """Ask a helper to score a unit of work (see UnitScorer.score), and return a Future of the result.
 
         If the helper leaves the job before it has answered, the Future raises WorkerGoneError.
-
-        Args:
-            method: "score" or "peak".
-            content, again: arguments of `UnitScorer.score`. They are ignored if `method` is "peak".
         """
         answer: Future[Any] = Future()
         worker = helper.number
@@ -106,7 +103,7 @@ class Helpers:
                 return answer
             number = next(self._numbers)
             self._asked[number] = (worker, answer)
-        asked = {"to": worker, "run": self._run, "number": number, "method": method, "again": again}
+        asked = {"to": worker, "run": self._run, "number": number, "again": again}
         self._send({"op": "ask", "job": self.job, **asked}, content)
         return answer
 
@@ -138,11 +135,7 @@ class _Helper:
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
         """See Worker.score."""
-        return self._helpers.ask(self, "score", again, content)
-
-    def peak(self) -> Future[float | None]:
-        """See Worker.peak."""
-        return self._helpers.ask(self, "peak")
+        return self._helpers.ask(self, content, again)
 
     def stop(self) -> Future[None]:
         """See Worker.stop. Does nothing, because the service dismisses helpers when a job ends."""
@@ -152,24 +145,18 @@ class _Helper:
         """See Worker.end. Does nothing, because the helper's process belongs to the service."""
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: dict[str, Any]) -> dict[str, Any]:
     """Convert a UnitScorer result to JSON-compatible values."""
-    if not isinstance(value, dict):
-        return value
-    operations = value["operations"]
-    return {**value, "operations": [operations.plain, operations.computed], "problems": list(value["problems"].items())}
+    return {**value, "token_counts": astuple(value["token_counts"]), "problems": list(value["problems"].items())}
 
 
-def _decoded(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {**value, "operations": Operations(*value["operations"]), "problems": dict(value["problems"])}
+def _decoded(value: dict[str, Any]) -> dict[str, Any]:
+    return {**value, "token_counts": TokenCounts(*value["token_counts"]), "problems": dict(value["problems"])}
 
 
 _LOOK_SECONDS = 0.1
 
-#: A request from the job's worker: a tuple of the frame's message and the frame's body. The body contains a unit of work; it is
-#: empty if the method is "peak".
+#: A request from the job's worker: a tuple of the frame's message and the frame's body, which contains a unit of work.
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -200,7 +187,7 @@ def help_with(
 
     def answer(message: dict[str, Any], content: bytes) -> None:
         try:
-            value = units.score(content, message["again"]) if message["method"] == "score" else units.peak()
+            value = units.score(content, message["again"])
         except BaseException as error:
             failed.append(error)
             return
@@ -208,7 +195,7 @@ def help_with(
         send({"op": "answer", **which, "value": encoded(value)})
 
     send({"op": "helping", "job": order.job, "provenance": units.provenance})
-    with ThreadPoolExecutor(IN_FLIGHT + 1) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
         try:
             while True:
                 check()

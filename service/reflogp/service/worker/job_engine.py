@@ -15,7 +15,7 @@ import numpy as np
 
 from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.sequences import Operations
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.store import sequence_keys
 
@@ -54,7 +54,7 @@ class JobEngine:
         self._poison = poison
         self._announce = announce
         self._check = check
-        self._operations = Operations()
+        self._token_counts = TokenCounts()
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
         """See Engine.problems. The result also contains the sequences whose keys are in `poison`."""
@@ -75,12 +75,9 @@ class JobEngine:
     def provenance(self) -> dict[str, Any]:
         return self._engine.provenance()
 
-    def operations(self) -> Operations:
-        """See Engine.operations. Only this job's passes are counted."""
-        return self._operations
-
-    def peak_flops_per_second(self) -> float | None:
-        return self._engine.peak_flops_per_second()
+    def token_counts(self) -> TokenCounts:
+        """See Engine.token_counts. Only this job's passes are counted."""
+        return self._token_counts
 
     def close(self) -> None:
         """Does nothing, because the engine belongs to the loop."""
@@ -106,8 +103,8 @@ class JobEngine:
                 flying.update(begun[number].key for number in numbers)
                 self._announce(sorted(flying))
 
-        for landed, operations in self._loop.flow(self._reference_id, sequences(), before, self._check):
-            self._operations += operations
+        for landed, token_counts in self._loop.flow(self._reference_id, sequences(), before, self._check):
+            self._token_counts += token_counts
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             with announcing:
                 flying.difference_update(entry.key for entry, _ in done)

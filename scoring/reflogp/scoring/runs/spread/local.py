@@ -103,10 +103,6 @@ class _LocalWorker:
         """See Worker.score."""
         return self._ask("score", content, again)
 
-    def peak(self) -> Future[float | None]:
-        """See Worker.peak."""
-        return self._ask("peak")
-
     def stop(self) -> Future[None]:
         """See Worker.stop."""
         return self._ask("stop")
@@ -171,7 +167,7 @@ def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> N
         with sending, contextlib.suppress(OSError):  # raised if the run's process has exited
             pipe.send((number, value, raised))
 
-    with ThreadPoolExecutor(IN_FLIGHT + 2) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT + 1) as pool:
         while True:
             try:
                 asked = pipe.recv()

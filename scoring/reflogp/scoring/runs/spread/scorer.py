@@ -35,8 +35,6 @@ _LOSSES, _KILLERS = 3, 3
 #: Maximum number of seconds to wait for a worker's response in each turn of the run's loop. The second number applies if there
 #: is an engine in this process, and the first number if there is none.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
-#: Maximum number of seconds to wait for the peak matrix-multiplication rates of the workers' devices.
-_PEAK_SECONDS = 60.0
 #: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
 
@@ -55,9 +53,6 @@ class Worker(Protocol):
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
         """Score and commit a unit; see UnitScorer.score."""
-
-    def peak(self) -> Future[float | None]:
-        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
@@ -111,7 +106,6 @@ class _Member:
     asked: Future[Any]
     name: str = ""
     is_ready: bool = False
-    ready_at: float = 0.0
     flying: deque[tuple[Unit, Future[Any], float]] = field(default_factory=deque)
     landed_at: float = 0.0
 
@@ -156,8 +150,6 @@ class ParallelScorer:
         self._alone = False  # True after too many failures of workers: only this process's engine gets units
         self._own_done = 0
         self._given_own = 0
-        self._began = self._ended = 0.0
-        self._present = 0.0  # total seconds for which lost workers were ready
         self._busy_since: float | None = None
         self._work = Work()
 
@@ -215,27 +207,13 @@ class ParallelScorer:
         wait(asked, timeout=_LAST_SECONDS)
 
     def work(self) -> Work:
-        """See Scorer.work.
-
-        The number of workers can change during a run, so `peak` is the mean of the engines' peak rates, multiplied by the
-        average number of engines.
-        """
-        ready = [member for member in self._members if member.is_ready]
-        done, _ = wait([member.worker.peak() for member in ready], timeout=_PEAK_SECONDS)
-        peaks = [future.result() for future in done if future.exception() is None]
+        """See Scorer.work."""
         own = Work() if self._own is None else self._own.work()
         if not self._work.workers:  # no worker was ever ready
             return own
-        present = self._present + sum(self._presence(member) for member in ready)
-        if own.seconds > 0:
-            peaks.append(own.peak)
-            present += self._ended - self._began
-        known = [peak for peak in peaks if peak is not None]
-        average = present / max(self._ended - self._began, 1e-6)
         return Work(
             self._work.seconds,
-            self._work.operations + own.operations,
-            average * sum(known) / len(known) if known and len(known) == len(peaks) else None,
+            self._work.token_counts + own.token_counts,
             own.provenance or self._work.provenance,
             self._work.workers,
         )
@@ -365,7 +343,7 @@ class ParallelScorer:
                 member.name = answer
                 member.asked = member.worker.prepare()
             else:
-                member.is_ready, member.ready_at, self._failed_starts = True, time.monotonic(), 0
+                member.is_ready, self._failed_starts = True, 0
                 self._work.provenance = self._work.provenance or answer
                 at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
                 self._work.workers = max(self._work.workers, at_work)
@@ -374,7 +352,7 @@ class ParallelScorer:
         unit, _, sent_at = member.flying.popleft()
         self._losses = self._killers_in_a_row = 0
         self._note_idle()
-        self._work.operations += answer["operations"]
+        self._work.token_counts += answer["token_counts"]
         now = time.monotonic()
         tokens = sum(len(miss.sequence) for miss in unit.misses)
         where = {"worker": member.name, "snapshot": answer["snapshot"]}
@@ -393,7 +371,6 @@ class ParallelScorer:
 
     def _gone(self, member: _Member, reason: str, blamed: bool, callbacks: OutcomeCallbacks) -> None:
         """Remove a lost worker and queue its units again; `blamed` is True if one of these units may have caused the loss."""
-        self._present += self._presence(member)
         self._members.remove(member)
         member.worker.end()
         if blamed:
@@ -431,19 +408,13 @@ class ParallelScorer:
         """Record that an engine is busy. If no engine was busy before, a busy period begins."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
-            self._began = self._began or self._busy_since
 
     def _note_idle(self) -> None:
         """Record that results have arrived. If no engine is busy now, add the busy period to the scoring seconds."""
-        self._ended = time.monotonic()
         is_busy = self._own_done < self._given_own or any(member.flying for member in self._members)
         if self._busy_since is not None and not is_busy:
-            self._work.seconds += self._ended - self._busy_since
+            self._work.seconds += time.monotonic() - self._busy_since
             self._busy_since = None
-
-    def _presence(self, member: _Member) -> float:
-        """Return for how many seconds a worker was ready, from the start of scoring to the arrival of the latest result."""
-        return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
         per_second = self._rate.per_second() or self._own_per_second

@@ -28,7 +28,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
-from reflogp.scoring.torch_engine.sequences import Ids, Operations, Sequence, SequenceImages
+from reflogp.scoring.torch_engine.sequences import Ids, Sequence, SequenceImages, TokenCounts
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.images import pixel_digest
@@ -250,7 +250,7 @@ class UnitScorer:
         self._asked: dict[Miss, _Asked] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._counted = Operations()
+        self._counted = TokenCounts()
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class UnitScorer:
         Returns:
             A dict with three entries. "problems" is a dict from the index of each sequence that cannot be scored to the reason.
             "snapshot" is the number of a snapshot that contains the values of all other sequences; it is None if every sequence
-            has a problem and `again` is False. "operations" is an Operations object: the engine's operation counts since the
+            has a problem and `again` is False. "token_counts" is a TokenCounts object: the engine's token counts since the
             previous call returned.
 
         Raises any error of the engine or the store. Raises EngineError if the worker was stopped before it finished the unit;
@@ -295,13 +295,9 @@ class UnitScorer:
             self._changed.wait_for(lambda: not asked.left or self._error is not None)
             if asked.left and self._error is not None:
                 raise self._error
-            so_far = self._engine.operations()
-            operations, self._counted = so_far - self._counted, so_far
-        return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations}
-
-    def peak(self) -> float | None:
-        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
-        return self._engine.peak_flops_per_second()
+            so_far = self._engine.token_counts()
+            token_counts, self._counted = so_far - self._counted, so_far
+        return {"problems": asked.problems, "snapshot": asked.snapshot, "token_counts": token_counts}
 
     @property
     def error(self) -> BaseException | None:
@@ -406,10 +402,6 @@ class ScoringWorker:
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         """Score and commit a unit; see UnitScorer.score. Several calls may run at the same time."""
         return self._units.score(content, again)
-
-    def peak(self) -> float | None:
-        """Return the device's peak matrix-multiplication rate; see Engine.peak_flops_per_second."""
-        return self._units.peak()
 
     def stop(self) -> None:
         """Start no further passes, and commit the values that are already computed; see UnitScorer.stop."""
