@@ -9,9 +9,10 @@ import polars
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProcessorMixin
 
 from reflogp.scoring import join, report, score
+from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import DatasetError, NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError
 from tests.conftest import plain_token_logps, write_rows
@@ -103,16 +104,28 @@ def test_each_kind_is_scored_and_joined(kind, rows, model, expected, tmp_path):
     assert [set(row) for row in again] == [set(row) for row in seen]
 
 
-def test_a_dictionary_of_splits(rows, model, tmp_path):
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5]))
+def test_a_dictionary_of_splits(rows, model, tmp_path, monkeypatch):
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows[:9]), test=datasets.Dataset.from_list(rows))
+    make, loads = EngineChoice.make, []
+    monkeypatch.setattr(EngineChoice, "make", lambda *arguments: loads.append(1) or make(*arguments))
     summaries = score(model, splits, tmp_path / "store", dtype="float32")
-    assert {name: summary.rows for name, summary in summaries.items()} == {"train": 12, "test": 5}
-    assert summaries["test"].scored == 0
+    assert {name: summary.rows for name, summary in summaries.items()} == {"train": 9, "test": 12}
+    assert all(summary.scored for summary in summaries.values()) and len(loads) == 1
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5]))
     joined = join(model, splits, tmp_path / "store", dtype="float32")
     assert isinstance(joined, datasets.DatasetDict) and {name: len(split) for name, split in joined.items()} == {
         "train": 12,
         "test": 5,
     }
+
+
+def test_a_processor_stands_for_its_tokenizer(rows, model, tmp_path):
+    """As TRL takes it as processing_class, for rows of text too."""
+    processor = ProcessorMixin()
+    processor.tokenizer = AutoTokenizer.from_pretrained(model)
+    score(model, rows, tmp_path / "store", dtype="float32", tokenizer=processor)
+    assert score(model, rows, tmp_path / "store", dtype="float32").hits == 24
+    assert report(model, rows, tmp_path / "store", tmp_path / "report", dtype="float32", tokenizer=processor).coverage == 1
 
 
 @pytest.mark.slow

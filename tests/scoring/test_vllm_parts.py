@@ -8,7 +8,9 @@ import io
 import json
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ from reflogp.scoring.vllm_engine.answers import (
 )
 from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache, sharing_order
 from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
-from reflogp.scoring.vllm_engine.server import question, values
+from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, question, values
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
 from reflogp.store.schema import stream_bytes
@@ -364,3 +366,47 @@ def test_an_environment_without_vllm_or_reflogp_is_named(lacks, reference_folder
         EngineChoice("vllm", vllm_python=str(python)).make(
             str(reference_folder), describe_reference(str(reference_folder), "float32")
         )
+
+
+class _ServerWithPoison(BaseHTTPRequestHandler):
+    """Answers requests for log-probs as vLLM does, with -1 for each token, and fails with sequences that have the token 7."""
+
+    def do_GET(self):
+        self._send(200, {"data": [{"id": "model", "max_model_len": 100}]} if self.path == "/v1/models" else {"version": "1"})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        ids, settings = body["token_ids"], body["sampling_params"]
+        if 7 in ids:
+            self._send(500, {"error": {"message": "the engine failed"}})
+            return
+        count = len(ids) - 1 - settings["prompt_logprob_start"]
+        packed = io.BytesIO()
+        np.save(packed, np.full((count, 1), -1, np.float32))
+        self._send(200, {"prompt_token_id_logprobs": base64.b64encode(packed.getvalue()).decode()})
+
+    def _send(self, status, answer):
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("others", [14, 0])
+def test_a_sequence_with_which_a_server_always_fails_is_one_bad_sequence(others, reference_folder):
+    sequences = [Sequence([1, 2, number], [8, 9]) for number in range(10, 10 + others)]
+    sequences.insert(others // 2, Sequence([1, 2, 7], [8, 9]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _ServerWithPoison) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        place = ServerPlace(f"http://127.0.0.1:{server.server_port}", patience_seconds=60)
+        engine = VllmEngine(VllmServer(place), describe_reference(str(reference_folder), "float32"))
+        outcomes = dict(engine.stream(sequences))
+        engine.close()
+        server.shutdown()
+    problem = outcomes.pop(others // 2)
+    assert isinstance(problem, str) and "failed 3 times with this sequence" in problem and "the engine failed" in problem
+    assert len(outcomes) == others and all(values.tolist() == [-1, -1] for values in outcomes.values())

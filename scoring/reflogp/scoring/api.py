@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from copy import copy
 from functools import cache
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows, with_columns
 from reflogp.scoring.reports.build import ReportSummary, write_report
@@ -99,10 +100,16 @@ def score(
     find_tokenizer = _tokenizer(folder, tokenizer, choice.trust_remote_code)
     find_vision = _vision(folder, tokenizer, choice.trust_remote_code)
 
+    engines = ExitStack()
+
+    @cache
+    def engine_of_all_splits() -> PassEngine:
+        return engines.enter_context(closing(choice.make(folder, reference)))
+
     def score_rows(rows: Any, split: str) -> ScoreSummary:
         source = open_dataset(rows)
         with (
-            closing(LocalScorer(lambda: choice.make(folder, reference))) as scorer,
+            closing(LocalScorer(engine_of_all_splits, closes_engine=False)) as scorer,
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
             summary = score_dataset(
@@ -116,7 +123,8 @@ def score(
         source.check_unchanged()
         return summary
 
-    return _of_each_split(dataset, score_rows)
+    with engines:
+        return _of_each_split(dataset, score_rows)
 
 
 def join(
@@ -313,11 +321,18 @@ def _tokenizer(
     """Return a function that returns the tokenizer.
 
     If `tokenizer` is a folder or a hub id, the function loads the tokenizer from there. If `tokenizer` is None, the function
-    loads the tokenizer from `folder`. If `tokenizer` is an object, the function returns this object.
+    loads the tokenizer from `folder`. If `tokenizer` is an object, the function returns this object; for a processor, which
+    TRL takes too, the processor's tokenizer.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
-    return lambda: tokenizer
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is None:
+        return lambda: tokenizer
+    if inner.chat_template is None and tokenizer.chat_template is not None:
+        inner = copy(inner)
+        inner.chat_template = tokenizer.chat_template
+    return lambda: inner
 
 
 def _vision(

@@ -302,3 +302,8 @@ def exit_reason(status: int, log: str) -> str:
         name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
         return f"killed by {name}" + (" (perhaps out of memory)" if -status == signal.SIGKILL else "")
     return f"the process exited with status {status}; its last messages are in {log}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

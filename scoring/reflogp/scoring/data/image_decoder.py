@@ -21,11 +21,9 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import psutil
-
 from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, SOCKET, STILL, ConfinedProcess
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.machine import free_memory
+from reflogp.scoring.machine import free_memory, usable_cores
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
 from reflogp.store.texts import first_line
 
@@ -52,7 +50,7 @@ class ImageDecoder:
     """
 
     def __init__(self) -> None:
-        self.children = max(1, min(psutil.cpu_count() or 1, free_memory() // (2 * _MEMORY)))
+        self.children = max(1, min(usable_cores(), free_memory() // (2 * _MEMORY)))
         self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(self.children):
             self._idle.put(None)

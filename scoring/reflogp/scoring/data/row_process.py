@@ -44,6 +44,7 @@ from reflogp.scoring.data.shape import (
     require_text_and_images,
 )
 from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.scoring.machine import usable_cores
 from reflogp.store.images import ImageTokens
 from reflogp.store.texts import shortened
 
@@ -87,12 +88,7 @@ class RowLimits:
 
     seconds: float = ROW_SECONDS
     memory: int = field(default_factory=lambda: min(_MEMORY, psutil.virtual_memory().total // 2))
-    children: int = field(default_factory=lambda: min(_CHILDREN, _cores()))
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    children: int = field(default_factory=lambda: min(_CHILDREN, usable_cores()))
 
 
 class RowTokenizer:

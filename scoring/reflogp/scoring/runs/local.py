@@ -10,6 +10,7 @@ from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Scored, ScoringPipeline
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
@@ -25,6 +26,7 @@ class LocalScorer:
             already has all values.
         commit_sequences: maximum number of sequences between two commits.
         commit_seconds: maximum number of seconds between two commits.
+        closes_engine: whether `close` also closes the engine.
 
     Attributes:
         batch: number of misses to collect before calling `score`; see Scorer.batch.
@@ -37,12 +39,16 @@ class LocalScorer:
         make_engine: Callable[[], Engine],
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
+        *,
+        closes_engine: bool = True,
     ) -> None:
         self.batch = min(commit_sequences, COMMIT_SEQUENCES)
         self.scored = self.done = 0
         self._make_engine = make_engine
         self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
+        self._closes_engine = closes_engine
+        self._counted_before = TokenCounts()
         self._engine: Engine | None = None
         self._table: LogprobTable | None = None
         self._computing: ScoringPipeline | None = None
@@ -93,13 +99,14 @@ class LocalScorer:
     def work(self) -> Work:
         """See Scorer.work."""
         if self._engine is not None and self._computing is not None:
-            self._work.seconds, self._work.token_counts = self._computing.seconds, self._engine.token_counts()
+            self._work.seconds = self._computing.seconds
+            self._work.token_counts = self._engine.token_counts() - self._counted_before
         return self._work
 
     def close(self) -> None:
         """Stop computing, and close the engine if it was loaded."""
         self.stop()
-        if self._engine is not None:
+        if self._engine is not None and self._closes_engine:
             self._engine.close()
 
     def _begin(self) -> tuple[ScoringPipeline, Engine]:
@@ -107,6 +114,7 @@ class LocalScorer:
             assert self._table is not None, "`open` is called before `score`"
             with span("load model"):
                 self._engine = self._make_engine()
+            self._counted_before = self._engine.token_counts()
             self._work.workers = 1
             self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
             self._computing = ScoringPipeline(

@@ -92,8 +92,14 @@ _SAID_SECONDS = 3.0
 #: not support.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
+#: A request is not retried after this many responses with status 500 while the server answers a test request.
+_STRIKES = 3
 #: The maximum number of tokens in all passes in flight together is this number times the maximum number of concurrent requests.
 _TOKENS_EACH = 1024
+
+
+#: A short sequence that every server can score.
+_TEST_REQUEST = Request(np.array([0, 0, 0]), 1, False)
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ class VllmServer:
         return self._answers(futures)
 
     @staticmethod
-    def _answers(futures: dict[Future[tuple[Any, int]], int]) -> Iterator[Answer]:
+    def _answers(futures: dict[Future[tuple[Any, int, str | None]], int]) -> Iterator[Answer]:
         try:
             for future in as_completed(futures):
                 yield Answer(futures[future], *future.result())
@@ -195,10 +201,22 @@ class VllmServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
-    def _answer(self, request: Request, salt: str) -> tuple[Any, int]:
+    def _answer(self, request: Request, salt: str) -> tuple[Any, int, str | None]:
+        """Return (values, number of cached tokens, problem); see Answer."""
         path, body = question(self.form, self._model, request, salt)
-        answer = self._asked("POST", path, body)
-        return values(self.form, answer, request), cached_tokens(answer)
+        response = self._sent("POST", path, body, _LATER)
+        if response.status_code == 500:
+            return None, 0, f"the server failed {_STRIKES} times with this sequence, but answers others ({_said(response)})"
+        answer = self._json(response, path)
+        return values(self.form, answer, request), cached_tokens(answer), None
+
+    def _answers_others(self) -> bool:
+        """Return whether the server answers a short test sequence."""
+        path, body = question(self.form, self._model, _TEST_REQUEST, "probe")
+        try:
+            return self._http.request("POST", path, json=body).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def _find_model(self) -> tuple[str, int]:
         """Return the server's name for the model, and the length in tokens of the longest sequence that the server accepts."""
@@ -215,35 +233,44 @@ class VllmServer:
 
     def _find_form(self) -> Form:
         """Return the best request form that works for a short test sequence."""
-        request = Request(np.array([0, 0, 0]), 1, False)
         refusals = []
         for form in FORMS:
-            path, body = question(form, self._model, request, "probe")
+            path, body = question(form, self._model, _TEST_REQUEST, "probe")
             response = self._sent("POST", path, body, _AWAY)
-            if response.status_code == 200 and values(form, response.json(), request) is not None:
+            if response.status_code == 200 and values(form, self._json(response, path), _TEST_REQUEST) is not None:
                 return form
             refusals.append(f"{path}: {response.status_code} {_said(response)}")
         raise EngineError(f"{self._place.url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the response's JSON. Raise EngineError if the status is not 200."""
-        response = self._sent(method, path, body, _LATER)
+        return self._json(self._sent(method, path, body, _LATER), path)
+
+    def _json(self, response: httpx.Response, path: str) -> dict[str, Any]:
         if response.status_code != 200:
             raise EngineError(f"{self._place.url}{path} responded with {response.status_code} {_said(response)}")
-        answer: dict[str, Any] = response.json()
+        try:
+            answer: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise EngineError(f"{self._place.url}{path} did not respond with JSON: {_said(response)}") from error
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
         """Send a request and return the response. Retry if there is no response, or if the response's status is in `later`.
 
+        A response with status 500 is returned, not retried, if the server fails repeatedly and yet answers a test request.
+
         Raises EngineError if attempts fail for longer than `patience_seconds`, or if the engine is closed.
         """
-        pause = _FIRST_PAUSE
+        pause, strikes = _FIRST_PAUSE, 0
         while True:
             try:
                 response = self._http.request(method, path, json=body)
                 if response.status_code not in later:
                     self._silent_since, self._said = None, False
+                    return response
+                strikes += response.status_code == 500
+                if strikes >= _STRIKES and response.status_code == 500 and self._answers_others():
                     return response
                 problem = f"{response.status_code} {_said(response)}"
             except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
@@ -320,6 +347,7 @@ def check_claim(
             "`vllm serve` with a larger --max-model-len"
         )
     ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
+    here.close()
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
     tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
     if difference > tolerance:
