@@ -67,7 +67,6 @@ def test_a_bar_shows_its_label_as_text(monkeypatch, terminal):
         bar.begin(10)
         bar.advance(1, 1)
         bar.bad_row(3, f"columns {ALL}")
-        bar.note(4, ALL)
     written = sink.getvalue()
     assert "\\u202e" in written and "[red]not red" in written and "evil.example" in written
     assert "\x1b]" not in written and "\x07" not in written and "\x9b" not in written and "\u202e" not in written

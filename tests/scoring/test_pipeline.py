@@ -20,7 +20,7 @@ from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import Prepared, Unit
-from reflogp.scoring.torch_engine.sequences import Operations
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
@@ -411,7 +411,7 @@ def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
 @pytest.mark.parametrize("comes", [True, False])
 def test_while_a_pass_is_in_flight_and_nothing_comes_the_threads_sleep(comes):
     turns = 0
-    unit = Unit([], (), 0, Operations())
+    unit = Unit([], (), 0, TokenCounts())
     stop = time.monotonic() + 0.3
 
     def units():

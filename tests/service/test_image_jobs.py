@@ -105,7 +105,6 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "../deep": "not a file",
         "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",
-        "x/" * 500 + "0.png": "the path is too long",
         "http://127.0.0.1:1/a.png": "a URL",
     }
     rows = [pair("what is it?", [name]) for name in [*good, *bad]]

@@ -135,7 +135,9 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     def open_image(path: str) -> int:
         try:
             if len(path) > _LONGEST_PATH:
-                raise PathError("unusable", f"the path has more than {_LONGEST_PATH:,} characters", "use shorter paths")
+                raise PathError(
+                    "unusable", f"the path is too long (more than {_LONGEST_PATH:,} characters)", "use shorter paths"
+                )
             return _open_below(root, _resolved(root, folder / path))
         except PathError as error:
             raise RowError(f"image {shortened(path)} cannot be read: {error}") from None
