@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from reflogp.store.texts import LineFormatter, hide_secrets, visible
+from reflogp.store.texts import LineFormatter, first_line, hide_secrets, visible
 from tests.hostile_text import HOSTILE
 
 HONEST = [
@@ -128,3 +128,10 @@ def test_a_log_record_cannot_be_forged(character):
 def test_a_log_record_hides_secrets():
     error = ValueError(f"https://host/a?sig={SECRET}")
     assert SECRET not in logged(f"GET https://u:{SECRET}@host/a failed", error)
+
+
+def test_the_first_line_of_a_message_is_the_first_with_words():
+    assert (
+        first_line(ImportError("\nThe processor requires torchvision.\nInstall it.")) == "The processor requires torchvision."
+    )
+    assert first_line(ValueError("")) == first_line(ValueError("\n")) == "ValueError"

@@ -171,8 +171,8 @@ def hide_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of the error's type if the message is empty."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message that is not blank, or the name of the error's type if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened_without_secrets(text: str) -> str:
