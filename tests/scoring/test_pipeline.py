@@ -291,6 +291,20 @@ def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folde
     assert watching.done == summary.sequences
 
 
+def test_the_first_values_are_committed_sooner_than_later_ones(reference_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.FIRST_COMMIT_SECONDS", 0.0)
+    watching = Watching()
+    dataset = TokenizedDataset(RowSource(str(write_rows(tmp_path / "rows.jsonl", token_rows(40, seed=7)))), lambda: None)
+    score_dataset(
+        dataset,
+        Store(tmp_path / "store"),
+        describe_reference(str(reference_folder), "float32"),
+        LocalScorer(lambda: TorchEngine(str(reference_folder), "float32", token_budget=200), commit_seconds=600),
+        watcher=watching,
+    )
+    assert watching.commits == 2  # after the first pass of many, and at the end
+
+
 def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile(reference_folder, tmp_path, monkeypatch):
     """The last rows are scored by another run after the first commit of this one, which then commits nothing more."""
     rows = token_rows(8, seed=6)

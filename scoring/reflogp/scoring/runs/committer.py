@@ -17,6 +17,8 @@ from reflogp.store.schema import shard_table
 #: Maximum numbers of sequences and of seconds between two commits. A crash loses the work since the last commit.
 COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
+#: The first commit comes sooner, so that whoever stops a run early does not lose everything.
+FIRST_COMMIT_SECONDS = 10.0
 
 
 class Committer:

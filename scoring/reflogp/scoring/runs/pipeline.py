@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
-from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, Committer
+from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.scoring.tracing import record
@@ -84,7 +84,7 @@ class ScoringPipeline:
         provenance: description of how the values are computed; it is stored with them.
         tell: function that is called with each event, in a thread of the pipeline.
         commit_sequences: maximum number of sequences between two commits.
-        commit_seconds: maximum number of seconds between two commits.
+        commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
 
     Attributes:
         seconds: number of seconds during which the engine was computing.
@@ -106,6 +106,7 @@ class ScoringPipeline:
         self._tell = tell
         self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
+        self._next_commit_seconds = min(commit_seconds, FIRST_COMMIT_SECONDS)
         self._groups = _Groups()
         self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_PASSES)
         self._stopped = threading.Event()
@@ -223,7 +224,7 @@ class ScoringPipeline:
         """Return the seconds until the next commit is due, or None if no values are waiting for a commit."""
         if not self._done:
             return None
-        return max(0.0, self._since + self._commit_seconds - time.monotonic())
+        return max(0.0, self._since + self._next_commit_seconds - time.monotonic())
 
     def _take(self, arrived: _Pass) -> bool:
         """Report the outcomes of a pass, and commit when enough sequences are done.
@@ -257,6 +258,7 @@ class ScoringPipeline:
             [logps for _, logps in done],
             self._provenance,
         )
+        self._next_commit_seconds = self._commit_seconds
         self._tell(Committed(misses, snapshot))
 
 
