@@ -333,7 +333,8 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
             for site in call_sites(Ledger):
                 faults.fail(site, kind, times=4)
             seed = 100 * (number + 1)
-            jobs = [insist(lambda at=at: post(url, token_rows(12, seed=seed + at))).json()["id"] for at in range(3)]  # noqa: B023
+            rows = 600 if number == 0 else 12  # long enough to be at work when the workers are killed
+            jobs = [insist(lambda at=at: post(url, token_rows(rows, seed=seed + at))).json()["id"] for at in range(3)]  # noqa: B023
             asked = {"reference": "ref", "dataset": {"uri": f"{host}/rows-{'x' * number}.jsonl"}}
             jobs.append(insist(lambda: httpx.post(f"{url}/v1/jobs", json=asked)).json()["id"])  # noqa: B023
             stopped = insist(lambda: httpx.delete(f"{url}/v1/jobs/{jobs[2]}"))  # noqa: B023
