@@ -28,10 +28,7 @@ import numpy as np
 import torch
 from sides import make_tokenizer, quiet, read_pairs
 
-from reflogp.scoring.data.bounds import ReadBounds
-from reflogp.scoring.data.confined_paths import digest_below
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
@@ -40,10 +37,12 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
+from reflogp.service.confined_paths import digest_below
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, run_job
 from reflogp.service.worker.protocol import JobOrder
+from reflogp.service.worker.reader import default_memory
 from reflogp.store import Store, describe_reference
 
 _ANSWER_SECONDS = 60.0
@@ -140,8 +139,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     """Run a job as a service's worker does, but in this process; with `online`, send online requests meanwhile."""
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
-    limits = (ReadBounds(sys.maxsize, sys.maxsize, sys.maxsize), RowLimits())
-    place = JobContext(store, state / "tokens", 1 << 30, 30.0, *limits)
+    place = JobContext(store, state / "tokens", 1 << 30, 30.0, 10.0, default_memory())
     answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
 
     def answered(answer: Answer) -> None:

@@ -42,7 +42,7 @@ LONGEST = (
     "docs/test_blocks",
     "docs/test_reference",
     "cli/test_score",
-    "scoring/test_bounds",
+    "service/test_reader",
     "store/test_stress",
     "scoring/test_loading",
 )

@@ -1,6 +1,7 @@
 """Traces of `reflogp score` and of `score` from Python: the spans that a real collector gets, and what happens without one."""
 
 import contextvars
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,7 +13,6 @@ import psutil
 import pytest
 
 from reflogp.scoring import tracing
-from reflogp.scoring.data.confined_process import SOCKET, ConfinedProcess
 from tests.collector import collector
 from tests.conftest import write_rows
 from tests.service.serving import token_rows, wait_until
@@ -155,17 +155,18 @@ def test_nothing_is_imported_without_an_endpoint(score, tmp_path):
 def test_a_forked_process_has_one_thread_and_can_trace_runs_of_its_own(taken, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
     with tracing.run_span("of the parent", flush_at_end=True):
-        child = ConfinedProcess(_threads_and_a_run, 1 << 30)
-        assert child.socket.recv(100) == b"1"
-        assert child.socket.recv(100) == b""
-        child.end()
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_threads_and_a_run, args=(theirs,))
+        child.start()
+        assert ours.recv() == 1
+        child.join()
     assert len(taken.named("of the parent")) == len(taken.named("of the child")) == 1
 
 
-def _threads_and_a_run():
-    with socket.socket(fileno=SOCKET) as parent:
-        parent.send(str(psutil.Process().num_threads()).encode())
-        contextvars.Context().run(_run_of_the_child)
+def _threads_and_a_run(pipe):
+    pipe.send(psutil.Process().num_threads())
+    contextvars.Context().run(_run_of_the_child)
 
 
 def _run_of_the_child():

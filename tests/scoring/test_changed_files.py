@@ -212,22 +212,6 @@ def test_what_a_killed_worker_left_half_written_is_deleted(service, place, tmp_p
     assert not list(tokens.glob(".*"))
 
 
-def test_a_file_that_a_live_process_writes_is_not_deleted(tmp_path):
-    from reflogp.scoring.data import tokenized
-
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=2))
-    kept = tmp_path / "tokens" / "kept.arrow"
-    dataset = tokenized.TokenizedDataset(RowSource(str(file)), lambda: None, "tokens", kept)
-    windows = iter(dataset)
-    next(windows)
-    [partial] = kept.parent.glob(".*.partial")
-    (kept.parent / ".other.arrow.12345678.partial").write_bytes(b"left by a killed process")
-    tokenized.delete_abandoned(kept.parent)
-    assert list(kept.parent.glob(".*")) == [partial]
-    assert sum(len(window.table) for window in windows) == 3000 - 1024
-    assert kept.is_file() and not list(kept.parent.glob(".*"))
-
-
 @pytest.mark.parametrize("change", [renamed_over, in_place, appended])
 @pytest.mark.parametrize("command", ["score", "join", "report"])
 def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, reference_folder, command, change, monkeypatch):

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from trl.data_utils import _tokenize, common_prefix_length
 
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import reserved_kwargs
 from reflogp.scoring.data.tokenize import tokenize_dataset
-from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.store.texts import MOST_CHARACTERS, shortened, shortened_names
 from tests.conftest import write_rows
@@ -226,35 +224,3 @@ def test_text_is_cut_once_and_can_be_encoded():
         assert len(short) <= MOST_CHARACTERS and short.encode() and shortened(short) == short
     assert shortened("a" * 500) == "a" * 500
     assert len(shortened_names(["n" * 10**6] * 1000)) <= MOST_CHARACTERS
-
-
-# Deadlines
-
-
-@pytest.mark.parametrize("order", ["loop", "power", "memory"])
-def test_a_row_that_does_not_end_is_a_bad_row(order, tokenizer, tmp_path):
-    rows = [pair() for _ in range(40)]
-    rows[5], rows[38] = pair(order), pair(order)
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    tokens, problems = tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.5))
-    assert set(problems) == {5, 38} and len(tokens) == 38
-    says = "memory" if order == "memory" else "more than 0.5 s of processor time"
-    assert all(says in problem for problem in problems.values())
-
-
-def test_a_row_that_reached_a_limit_is_tried_again(tokenizer, tmp_path):
-    tokenizer = obedient(tokenizer)
-    for order, kept in (("loop", False), ("memory", False), ("speak", True)):
-        file = write_rows(tmp_path / f"{order}.jsonl", [pair(), pair(order)])
-        place = tmp_path / f"{order}.arrow"
-        dataset = TokenizedDataset(RowSource(str(file)), lambda: tokenizer, kept=place, limits=RowLimits(seconds=0.3))
-        assert [set(window.problems) for window in dataset] == [{1}]
-        assert place.exists() == kept, order
-        assert [set(window.problems) for window in dataset] == [{1}]
-
-
-@pytest.mark.slow
-def test_a_template_that_never_ends_fails_the_dataset(tokenizer, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", [pair("loop") for _ in range(100)])
-    with pytest.raises(DatasetError, match="s each to tokenize"):
-        tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.1))

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
 from reflogp.service import fetch as fetching
@@ -732,4 +731,4 @@ def test_a_file_of_the_hub_is_a_dataset_where_no_service_is_asked(hub_of_team, t
     with pytest.raises(DatasetError, match="does not end in"):
         RowSource("hf://datasets/team/prefs/none.txt")
     with pytest.raises(DatasetError, match="no such file"):  # a service's workers open files only
-        RowSource("hf://datasets/team/prefs/prefs/a.jsonl", bounds=ReadBounds(1 << 20, 1 << 20, 1 << 20))
+        RowSource("hf://datasets/team/prefs/prefs/a.jsonl", confined=True)

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServiceUri
-from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
@@ -31,7 +30,6 @@ from tests.service.serving import float32, running, settings_file, token_rows
 from tests.store.hub_server import TOKEN, Hub, hub
 from tests.store.s3 import environment_of
 
-BOUNDS = ReadBounds(1 << 20, 1 << 20, 1 << 20)
 CARD = """---
 license: mit
 configs:
@@ -131,7 +129,7 @@ def rows_of_datasets(name: str, config: str | None, split: str, cache: Path) -> 
 def test_a_split_has_the_rows_that_datasets_gives_in_their_order(server, folder, name, config, split, rows, tmp_path):
     path, digest = fetched(f"hf://datasets/{name}", folder, config=config, split=split)
     assert path == folder.folder / digest and left(folder) == [path]
-    found = [row.columns for row in RowSource(str(path), bounds=BOUNDS)]
+    found = [row.columns for row in RowSource(str(path), confined=True)]
     assert len(found) == rows
     assert found == rows_of_datasets(name, config, split, tmp_path / "hf")
 

@@ -16,9 +16,10 @@ from reflogp.scoring import score
 from reflogp.store import describe_reference
 from tests.conftest import write_rows
 from tests.scoring.stored_rows import rows_of, same_rows
-from tests.scoring.test_image_decoder import GOOD
 from tests.service.serving import float32, running, settings_file, wait_until
 from tests.vision_models import encoded, make, pair, picture
+
+GOOD = encoded(picture(1), "PNG")
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +181,14 @@ def test_an_image_that_changes_during_a_job_leaves_the_worker_alive(service, pla
 
 def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):
     workers = [worker.pid for worker in service.workers()]
-    bomb = encoded(picture(1).convert("1").resize((9_460, 9_460)), "PNG")
+    bomb = encoded(picture(1).convert("1").resize((13_400, 13_400)), "PNG")
     rows = [pair("?", ["data:image/png;base64," + base64.b64encode(data).decode()]) for data in (bomb, GOOD[:50], b"", GOOD)]
-    rows += [pair("?", ["data:image/png;base64,%%%"]), pair("?", [uri(picture(1))] * 65), pair("?", None), pair("?", [7])]
+    rows += [pair("?", ["data:image/png;base64,%%%"]), pair("?", "no list"), pair("?", None), pair("?", [7])]
     _, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
     errors = result["error"].to_pylist()
-    for error, why in zip(errors, ("pixels", "decoded", "decoded", None, "base64", "at most", None, "expected"), strict=True):
+    for error, why in zip(
+        errors, ("exceeds limit", "decoded", "decoded", None, "base64", "expected a list", None, "expected"), strict=True
+    ):
         assert (error is None) if why is None else (why in error), (error, why)
     assert [worker.pid for worker in service.workers()] == workers
 

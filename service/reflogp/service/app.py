@@ -180,9 +180,7 @@ def _configurations(
         max_tokens_bytes=settings.max_tokens_bytes,
         commit_seconds=settings.commit_seconds,
         window_seconds=settings.window_seconds,
-        row_bytes=settings.max_row_bytes,
-        dataset_bytes=settings.max_dataset_bytes,
-        group_bytes=settings.max_group_bytes,
         row_seconds=settings.row_seconds,
+        reader_bytes=settings.max_reader_bytes,
     )
     return [replace(first, device=place.device, visible=place.visible) for place in workers]

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from reflogp.scoring.data.bounds import field_at, place
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import reservation_of
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count
@@ -405,3 +404,21 @@ def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
     if rows < 0:
         raise pa.ArrowInvalid("a record batch has a negative number of rows")
     return rows, field_at(metadata, batch, _COMPRESSION) is not None
+
+
+def place(data: bytes, at: int) -> int:
+    """Follow a forward reference in a flatbuffer: return the offset that the reference at offset `at` points to.
+
+    A message's metadata is a flatbuffer (see the page "Internals" in the documentation of github.com/google/flatbuffers).
+    """
+    return at + int(struct.unpack_from("<I", data, at)[0])
+
+
+def field_at(data: bytes, table: int, number: int) -> int | None:
+    """Return the offset of field `number` of the flatbuffer table at offset `table`, or None if the field is absent."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    entry = 4 + 2 * number
+    if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:
+        return None
+    offset = int(struct.unpack_from("<H", data, vtable + entry)[0])
+    return table + offset if offset else None

@@ -39,11 +39,11 @@ import httpx
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from reflogp.scoring.data.confined_paths import folder_digest
-from reflogp.scoring.data.hub_split import files_of_split
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
+from reflogp.service.confined_paths import folder_digest
 from reflogp.service.fetched import PARTIAL, FetchedFolder
+from reflogp.service.hub_split import files_of_split
 from reflogp.service.problems import Problem
 from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings

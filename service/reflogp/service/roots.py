@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from reflogp.scoring.data.confined_paths import MOST_ENTRIES, PathError, digest_below
+from reflogp.service.confined_paths import MOST_ENTRIES, PathError, digest_below
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 from reflogp.store import FileChangedError

@@ -328,24 +328,17 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="An upload or fetch is stopped if it receives almost no data (less than 4 KiB) for this many seconds.",
     )
-    max_row_bytes: int = Field(
-        64 << 20,
-        gt=0,
-        description="Maximum size of a dataset row in bytes. Larger rows are skipped as bad rows, but a larger row in a CSV "
-        "file makes the job fail.",
-    )
     row_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
         description="Maximum CPU time in seconds to tokenize a row. Rows that need more are skipped as bad rows.",
     )
-    max_dataset_bytes: int = Field(256 << 30, gt=0, description="Maximum size of a dataset in bytes, after decompression.")
-    max_group_bytes: int = Field(
-        2 << 30,
-        gt=0,
-        description="Maximum size in bytes of data that must be read as one unit: a JSON array, a Parquet row group or an "
-        "Arrow batch.",
+    max_reader_bytes: int | None = Field(
+        None,
+        ge=1 << 30,
+        description="Maximum memory in bytes of the process that reads and tokenizes a job's dataset, in addition to what its "
+        "libraries take. By default, 8 GiB, or half of the machine's memory if that is less.",
     )
 
     @model_validator(mode="after")

@@ -4,37 +4,131 @@ The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_traine
 only to plain-text completions that do not already end with one. For each completion, two texts are tokenized: the prompt, and
 the prompt followed by the completion. The completion starts after the longest common prefix of the two lists of tokens. If the
 two completions of a pair would start at different positions, both completions start at the earlier position. Prompt tokens from
-this position on are dropped. This module does not import trl. Chat templates and tokenizers run in the process that calls this
-module. Therefore, `row_process` calls this module in child processes, which can be killed.
+this position on are dropped. This module does not import trl.
+
+Chat templates are rendered one row at a time. Their texts are encoded in batches, which a fast tokenizer divides among threads
+of its own, so that one process keeps several cores busy.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.shape import Example, RowError
+from reflogp.scoring.data.image_rows import image_row_tokens
+from reflogp.scoring.data.images import RowImage
+from reflogp.scoring.data.shape import Example, Format, RowError, RowLimitError, Tokens, examples_of
 from reflogp.scoring.errors import TokenizerError
+from reflogp.store.images import ImageTokens
 from reflogp.store.texts import first_line
 
-#: Error message for a row that cannot be tokenized within the memory limit.
-TOO_MUCH_MEMORY = "tokenizing the row takes too much memory"
-#: (token ids of the prompt, (token ids of each completion, …)).
-Tokens = tuple[list[int], tuple[list[int], ...]]
+#: Rendered texts are encoded when they have at least this many characters in total.
+_BATCH_CHARACTERS = 1 << 20
+_TOO_MUCH_MEMORY = "tokenizing the row takes too much memory"
+
+
+def tokenize_rows(
+    rows: Sequence[dict[str, Any]],
+    form: Format,
+    tokenizer: PreTrainedTokenizerBase | ImageTokens,
+    images: Sequence[tuple[RowImage, ...] | RowError] | None = None,
+    begin: Callable[[int | None], None] = lambda at: None,
+    alone: bool = False,
+) -> list[list[Tokens | RowError]]:
+    """Tokenize rows.
+
+    Args:
+        rows: the columns of each row.
+        form: format of the rows, "preference" or "kto".
+        tokenizer: the tokenizer, or ImageTokens for pairs with images.
+        images: the images of each row, or the error that occurred while opening them. None for a text-only dataset.
+        begin: function that is called with a row's index before the row is rendered, and with None before a batch of texts is
+            encoded. It can stop the work by raising an error.
+        alone: encode the texts of each row by themselves, after `begin` was called with the row's index.
+
+    Returns:
+        A list for each row, in order, with the token ids or the error of each example. For a row that cannot be used, the list
+        contains only an error.
+
+    Raises:
+        TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
+    """
+    found: list[list[Any]] = []
+    waiting: list[int] = []
+    characters = 0
+    for at, columns in enumerate(rows):
+        begin(at)
+        if isinstance(tokenizer, ImageTokens):
+            assert images is not None
+            found.append(_of_row(partial(_with_images, columns, images[at], tokenizer)))
+            continue
+        found.append(_of_row(partial(_rendered, columns, form, tokenizer)))
+        waiting.append(at)
+        characters += sum(len(text) for parts in found[at] if not isinstance(parts, RowError) for text in parts)
+        if alone or characters >= _BATCH_CHARACTERS or at == len(rows) - 1:
+            if not alone:
+                begin(None)
+            _encode_rows(found, waiting, tokenizer)
+            waiting, characters = [], 0
+    return found
+
+
+def _encode_rows(found: list[list[Any]], numbers: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Replace the rendered examples of some rows with token ids, in place."""
+    try:
+        encoded = iter(encode([example for at in numbers for example in found[at]], tokenizer))
+        for at in numbers:
+            found[at] = [next(encoded) for _ in found[at]]
+    except Exception:  # at least one row cannot be encoded
+        for at in numbers:
+            found[at] = _of_row(partial(encode, found[at], tokenizer))
+
+
+def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
+    """Return the result of `work`. If `work` raises an exception other than TokenizerError, return a list with one RowError."""
+    try:
+        return work()
+    except TokenizerError:
+        raise
+    except RowError as error:
+        return [error]
+    except MemoryError:
+        return [RowLimitError(_TOO_MUCH_MEMORY)]
+    except UnicodeEncodeError:
+        return [RowError("the row contains an unpaired surrogate (such as \\ud800), which no tokenizer accepts")]
+    except Exception as error:  # tokenizers and templates are programs, which can raise any exception
+        return [RowError(f"the row cannot be tokenized: {type(error).__name__}: {first_line(error)}")]
+
+
+def _rendered(columns: dict[str, Any], form: Format, tokenizer: PreTrainedTokenizerBase) -> list[list[Any] | RowError]:
+    return _rendered_examples(examples_of(columns, form), tokenizer)
+
+
+def _with_images(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError, tokens: ImageTokens) -> list[Tokens]:
+    if isinstance(images, RowError):
+        raise images
+    return [image_row_tokens(columns, [(image.digest, image.kind) for image in images], tokens)]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
     """Encode examples in the same way as TRL. For each example, return the token ids of the prompt and of each completion, or a
     RowError."""
+    return encode(_rendered_examples(examples, tokenizer), tokenizer)
+
+
+def _rendered_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[Any] | RowError]:
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
             rendered.append(render(example, tokenizer))
         except RowError as error:
             rendered.append(error)
-    return encode(rendered, tokenizer)
+    return rendered
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
@@ -103,9 +197,15 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
             *(_render(tokenizer, example.prompt + c, **kwargs) for c in example.completions),
         ]
     except MemoryError:
-        raise RowError(TOO_MUCH_MEMORY) from None
+        raise RowLimitError(_TOO_MUCH_MEMORY) from None
     except Exception as error:  # a template is a program, which can raise any exception
-        raise RowError(f"the chat template fails for this row: {first_line(error)}") from error
+        raise RowError(f"the chat template fails for this row{_place(error)}: {first_line(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """Return where in the chat template an error was raised, such as " (line 12 of the template)", if that is known."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return f" (line {lines[-1]} of the template)" if lines else ""
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:

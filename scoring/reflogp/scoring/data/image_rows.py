@@ -9,12 +9,11 @@ messages, the text is used unchanged. No EOS token is appended. The column `tool
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable
 from typing import Any
 
-from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
-from reflogp.scoring.data.shape import Example, RowError, examples_of
+from reflogp.scoring.data.shape import Example, RowError, Tokens, examples_of, require_text_and_images
 from reflogp.store import UsageError
 from reflogp.store.images import ImageTokens, Kind, media_types
 from reflogp.store.texts import counted, first_line
@@ -22,44 +21,34 @@ from reflogp.store.texts import counted, first_line
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], tokens: ImageTokens) -> Tokens:
+def image_row_tokens(columns: dict[str, Any], images: list[tuple[bytes, Kind]], tokens: ImageTokens) -> Tokens:
     """Return (prompt_ids, (chosen_ids, rejected_ids)) for a pair with images.
 
     In prompt_ids, image ids (see `image_ids` in `reflogp.store.images`) replace the image tokens.
 
     Args:
         columns: the row's text columns.
-        images: list with (pixel digest in hexadecimal, (size, mode)) for each image in the row, in order.
+        images: list with (pixel digest, (size, mode)) for each image in the row, in order.
         tokens: object that converts texts with images into the model's tokens.
 
     Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if the chat
     template or the processor fails for the row.
     """
+    require_text_and_images(columns)
     if "prompt" not in columns:
         raise RowError("in a dataset with images, each pair needs a prompt column")
     [example] = examples_of({name: value for name, value in columns.items() if name != "tools"}, "preference", images=True)
     try:
         prompt, *completions = _rendered(example, len(images), tokens.processor)
         kinds = [kind for _, kind in images]
-        prompt_ids = tokens.identified(tokens.ids(prompt, kinds), [(bytes.fromhex(digest), kind) for digest, kind in images])
+        prompt_ids = tokens.identified(tokens.ids(prompt, kinds), images)
         return prompt_ids.tolist(), tuple(tokens.ids(text, []) for text in completions)
-    except RowError:
+    except (RowError, MemoryError):
         raise
     except UsageError as error:
         raise RowError(str(error)) from error
-    except MemoryError:
-        raise RowError(TOO_MUCH_MEMORY) from None
     except Exception as error:  # a template is a program, and processors raise exceptions of any type
         raise RowError(f"the processor fails for this row: {first_line(error)}") from error
-
-
-def prepare_child() -> None:
-    """Limit torch to one thread in a forked process, so that image processors that use torch do not hang.
-
-    Without this limit, torch would wait for the parent's thread pool, whose threads do not exist in the forked process.
-    """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
 
 
 def _rendered(example: Example, images: int, processor: Any) -> list[str]:
@@ -81,9 +70,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
     continued = {"continue_final_message": last == "assistant", "add_generation_prompt": last != "assistant"}
     begun = render(prompt, tools=None, tokenize=False, **continued, **kwargs)
     whole = [render(prompt + completion, tools=None, tokenize=False, **kwargs) for completion in completions]
-    shared = begun
-    for text in whole:
-        shared = shared[: common_prefix(shared, text)]
+    shared = os.path.commonprefix([begun, *whole])  # noqa: RUF071 - of characters
     return [shared, *(text[len(shared) :] for text in whole)]
 
 

@@ -1,4 +1,4 @@
-"""Read a row's images, enforce limits on them, and identify each image by its pixels.
+"""Read a row's images, and identify each image by its pixels.
 
 An image is given as bytes, as the path of a file, as a data URI, or in decoded form (a PIL.Image). An encoded image is read in
 the same way as in `datasets` and TRL: only the first frame is used, the frame is rotated according to the image's EXIF
@@ -12,33 +12,30 @@ import binascii
 import io
 import os
 import stat
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflogp.scoring.data.image_decoder import ImageDecoder, decoded, require_pixels
 from reflogp.scoring.data.pixel_cache import PixelCache
-from reflogp.scoring.data.shape import RowError
+from reflogp.scoring.data.shape import RowError, RowLimitError
+from reflogp.scoring.machine import usable_cores
 from reflogp.store.images import IMAGE_COLUMNS, Kind, kind_of_image, pixel_digest
+from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum number of images in a row, and maximum number of bytes in an encoded image.
-MAX_IMAGES, MAX_BYTES = 64, 64 << 20
-#: Limits for all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding.
-MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
-#: Digests of images that take at least this many seconds to decode are not cached, so that a row with too many such images also
-#: exceeds ROW_SECONDS in later runs.
-_SLOW_SECONDS = 0.5
+#: Formats that are decoded if the installed version of Pillow supports them. Other formats are refused, because Pillow's
+#: decoders for them start external programs or are rarely used.
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
+_MOST_THREADS = 8
 #: A function that takes a path from a row, opens the file and returns its descriptor. It raises OSError, ValueError or RowError
 #: if the file cannot be opened.
 OpenFile = Callable[[str], int]
-#: Maximum number of seconds between two calls of the caller's `check`.
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,24 +130,30 @@ class ImageReader:
     Args:
         open_file: function that opens the file at a path from a row.
         cache: cache of the pixel digests of encoded images.
-        decoder: decoder for the images whose digests are not in the cache.
     """
 
-    def __init__(self, open_file: OpenFile, cache: PixelCache, decoder: ImageDecoder) -> None:
+    def __init__(self, open_file: OpenFile, cache: PixelCache) -> None:
         self._open_file = open_file
         self._cache = cache
-        self._decoder = decoder
 
     def read(
-        self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
+        self, rows: Sequence[dict[str, Any]], begin: Callable[[int | None], None] = lambda at: None, alone: bool = False
     ) -> list[tuple[RowImage, ...] | RowError]:
         """Return the images of each row, or an error for a row whose images cannot be used.
 
-        `check` is called many times a second and can cancel the call to `read` by raising an error.
+        Args:
+            rows: the columns of each row.
+            begin: function that is called for each row, with the row's index if `alone`, otherwise with None. It can stop the
+                work by raising an error.
+            alone: read the images of one row at a time.
         """
-        threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
+        found: list[tuple[RowImage, ...] | RowError] = []
+        threads = ThreadPoolExecutor(1 if alone else min(usable_cores(), _MOST_THREADS), thread_name_prefix="reflogp-images")
         try:
-            found = [_waited(future, check) for future in [threads.submit(self._of_row, columns) for columns in rows]]
+            futures = () if alone else [threads.submit(self._of_row, columns) for columns in rows]
+            for at, columns in enumerate(rows):
+                begin(at if alone else None)
+                found.append(futures[at].result() if futures else self._of_row(columns))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             self._cache.write()
@@ -158,33 +161,14 @@ class ImageReader:
 
     def _of_row(self, columns: dict[str, Any]) -> tuple[RowImage, ...] | RowError:
         try:
-            found: list[RowImage] = []
-            size, pixels, seconds = 0, 0, 0.0
-            for name, value in images_of(columns):
-                image, took = self._image(name, value)
-                found.append(image)
-                size += 0 if hasattr(image.source, "getbands") else image.size
-                pixels += image.kind[0][0] * image.kind[0][1]
-                seconds += took
-                if size > MAX_ROW_BYTES:
-                    raise RowError(f"the row's images are larger than {MAX_ROW_BYTES >> 20} MiB in total")
-                if pixels > MAX_ROW_PIXELS:
-                    raise RowError(f"the row's images have more than {MAX_ROW_PIXELS:,} pixels in total")
-                if seconds > ROW_SECONDS:
-                    raise RowError(f"decoding the row's images took more than {ROW_SECONDS:g} s of processor time in total")
-            return tuple(found)
+            return tuple(self._image(name, value) for name, value in images_of(columns))
         except RowError as error:
             return error
 
-    def _image(self, name: str, value: Any) -> tuple[RowImage, float]:
-        """Return (image, seconds of processor time spent on decoding it).
-
-        The time is 0 if the image's digest is in the cache, or if the dataset contains the image in decoded form.
-        """
+    def _image(self, name: str, value: Any) -> RowImage:
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
-            require_pixels(name, value.size)
             value.load()
-            return RowImage(pixel_digest(value), kind_of_image(value), value), 0.0
+            return RowImage(pixel_digest(value), kind_of_image(value), value)
         if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
             value = value["bytes"] if value.get("bytes") is not None else value["path"]
         if isinstance(value, str) and value.startswith("data:"):
@@ -196,53 +180,66 @@ class ImageReader:
             path, value = value, _read(name, value, self._open_file)
         if not isinstance(value, bytes):
             raise RowError(f"{name} has type {type(value).__name__}; expected bytes, a path, a data URI or a PIL image")
-        if len(value) > MAX_BYTES:
-            raise RowError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
         key = self._cache.key(value)
-        known, seconds = self._cache.get(key), 0.0
+        known = self._cache.get(key)
         if known is None:
             try:
-                digest, kind, seconds = self._decoder.identify(value)
+                image = decoded(value)
             except RowError as error:
-                raise RowError(f"{name}: {error}") from None
-            known = digest, kind
-            if seconds < _SLOW_SECONDS:
-                self._cache.put(key, *known)
-        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file)), seconds
+                raise type(error)(f"{name}: {error}") from None
+            known = pixel_digest(image), kind_of_image(image)
+            self._cache.put(key, *known)
+        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file))
 
 
-def _waited(
-    future: Future[tuple[RowImage, ...] | RowError], check: Callable[[], None] | None
-) -> tuple[RowImage, ...] | RowError:
-    while True:
-        if check is not None:
-            check()
-        try:
-            return future.result(_POLL_SECONDS)
-        except TimeoutError:
-            if future.done():
-                return future.result()
+@cache
+def _formats() -> tuple[str, ...]:
+    from PIL import Image as pillow
+
+    pillow.init()
+    return tuple(form for form in FORMATS if form in pillow.OPEN)
+
+
+def decoded(data: bytes) -> Image:
+    """Decode the first frame of an image and rotate it according to its EXIF orientation.
+
+    Raises RowError for data that is not an image, is damaged, or has no pixels or more than Pillow decodes, and RowLimitError
+    if memory does not suffice.
+    """
+    from PIL import ExifTags, ImageOps, UnidentifiedImageError
+    from PIL import Image as pillow
+
+    try:
+        image: Image = pillow.open(io.BytesIO(data), formats=_formats())
+        if 0 in image.size:
+            raise RowError(f"the image has no pixels ({image.size[0]} × {image.size[1]})")
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation) is not None:
+            image = ImageOps.exif_transpose(image)
+    except RowError:
+        raise
+    except MemoryError:
+        raise RowLimitError("decoding the image takes too much memory") from None
+    except UnidentifiedImageError:
+        formats = ", ".join(_formats())
+        raise RowError(f"the image cannot be decoded: the data is not an image in one of the formats {formats}") from None
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more
+        raise RowError(f"the image cannot be decoded: {first_line(error)[:200]}") from None
+    return image
 
 
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
-    """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read or is too large."""
+    """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read."""
     try:
-        descriptor = open_file(path)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with os.fdopen(open_file(path), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RowError(f"{name}: {path} cannot be read: the path is not a file")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                data = file.read(MAX_BYTES + 1)
-        finally:
-            os.close(descriptor)
+            return file.read()
     except (OSError, ValueError) as error:
         if isinstance(error, RowError):
             raise
         path = getattr(error, "filename", None) or path
         raise RowError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_BYTES:
-        raise RowError(f"{name}: {path} is larger than {MAX_BYTES >> 20} MiB")
-    return data
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
@@ -272,7 +269,7 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     The column `image` contains one image, and the column `images` contains a list of images. If both columns have a value, only
     `image` is used, as in TRL. If both columns are null or missing, the row has no image.
 
-    Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
+    Raises RowError if `images` is not a list.
     """
     if columns.get("image") is not None:
         return [("image", columns["image"])]
@@ -281,8 +278,6 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
         return []
     if not isinstance(images, list | tuple):
         raise RowError(f"the value of column images has type {type(images).__name__}; expected a list of images")
-    if len(images) > MAX_IMAGES:
-        raise RowError(f"the row has {len(images)} images, but at most {MAX_IMAGES} are allowed")
     return [(f"image {number}", value) for number, value in enumerate(images)]
 
 
@@ -290,8 +285,6 @@ def _data_uri(name: str, text: str) -> bytes:
     head, comma, body = text.partition(",")
     if not comma or not head.endswith(";base64"):
         raise RowError(f"{name} is a data URI without base64 data")
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise RowError(f"{name} is larger than {MAX_BYTES >> 20} MiB")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from reflogp.scoring.data.bounds import BATCH_ROWS
 from reflogp.scoring.data.images import below, bytes_of_images
-from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
+from reflogp.scoring.data.read import BATCH_ROWS, RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
 #: Name that messages use for a dataset that was passed as a Python object.
@@ -116,7 +115,6 @@ class _ObjectRows(RowSource):
         self.split = "train"
         self.format = "json"
         self.files = ()
-        self._bounds = None
         self._check = None
         self._dataset = None
         self._numbers = None

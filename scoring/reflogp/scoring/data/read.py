@@ -1,11 +1,11 @@
 """Read rows from JSON Lines, JSON, CSV, Parquet or Arrow files, from datasets saved with `save_to_disk`, or from the HF Hub.
 
-A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The module
-`bounds` limits how many bytes are decoded from untrusted data.
+A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -20,20 +20,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.bounds import (
-    BATCH_ROWS,
-    COMPRESSIONS,
-    Meter,
-    ReadBounds,
-    RecordLines,
-    arrow_batches,
-    lines,
-    open_text,
-    read_group,
-    rows_of,
-)
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
-from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity, require_unchanged
@@ -55,10 +42,14 @@ _SUFFIXES: dict[str, FileFormat] = {
 #: .feather are left out.
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three can be compressed, such as .jsonl.gz or .csv.zst)"
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
+#: Dict from each suffix of compressed text files to Arrow's name for the compression method.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+#: Maximum number of rows, and approximate maximum number of bytes, that are decoded at once from an Arrow or Parquet file.
+BATCH_ROWS, _DECODED_BYTES = 1024, 64 << 20
+#: Number of bytes of a text file that are read at once.
+_CHUNK = 1 << 20
 #: A batch of rows ends when its rows exceed this many bytes in total.
 _BATCH_BYTES = 256 << 20
-#: Maximum number of bytes read from a saved dataset's state.json or dataset_dict.json.
-_STATE_BYTES = 16 << 20
 #: A JSON escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -76,8 +67,8 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes; 0 if the size is unknown. Only the images are counted if `datasets` reads
-            the rows, or if the dataset is a Python object.
+        size: approximate size of the row in bytes. Only the images are counted if `datasets` reads the rows, or if the dataset
+            is a Python object.
     """
 
     number: int
@@ -96,9 +87,9 @@ class RowSource:
             (hf://datasets/ORGANISATION/NAME[@REVISION]/PATH). The path can be that of a file, of a folder saved by `datasets`
             (a saved dataset), or of a folder of files in one format.
         split: the split to read from a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, only local files are read. Names of hub datasets and
+        confined: True for a dataset that somebody else has written. Only local files are then read: names of hub datasets and
             hf:// URIs are rejected, and so are saved datasets whose metadata names files outside their folder.
-        check: function that is called many times while the dataset is read. It can stop the reading by raising an error.
+        check: function that is called for each row that is read. It can stop the reading by raising an error.
         open_image: function that opens an image file. It takes the path that a row contains, and returns a file descriptor. If
             None, rows can contain the path of any file. Relative paths are then resolved against the folder of the dataset's
             files, or against the current folder if `files` is empty.
@@ -106,8 +97,8 @@ class RowSource:
     Attributes:
         name: the argument `data`, which is shown in messages.
         split: the argument `split`.
-        format: format of the files. It is "folder" for a saved dataset that is read without `bounds`, "arrow" for one that is
-            read with `bounds`, and "hub" for a hub dataset.
+        format: format of the files. It is "folder" for a saved dataset, "arrow" for one that is `confined`, and "hub" for a hub
+            dataset.
         files: the files that are read; empty if `format` is "folder" or "hub".
         open_image: the argument `open_image`, or the function that is used if the argument is None.
 
@@ -119,24 +110,23 @@ class RowSource:
         self,
         data: str,
         split: str = "train",
-        bounds: ReadBounds | None = None,
+        confined: bool = False,
         check: Callable[[], None] | None = None,
         open_image: OpenFile | None = None,
     ) -> None:
         self.name = data
         self.split = split
-        self._bounds = bounds
         self._check = check
         self._dataset: Any = None
         self._numbers: frozenset[int] | None = None
-        path = _downloaded(data) if data.startswith(SCHEME) and bounds is None else Path(data).expanduser()
+        path = _downloaded(data) if data.startswith(SCHEME) and not confined else Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
-            self.format, self.files = _folder_format(path, split, bounds is not None)
+            self.format, self.files = _folder_format(path, split, confined)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
         elif (
-            bounds
+            confined
             or path.exists()
             or data.startswith((".", "/", "~"))
             or Path(data).suffix.lower() in {*_SUFFIXES, *COMPRESSIONS}
@@ -144,7 +134,7 @@ class RowSource:
             raise DatasetError(f"dataset {data!r}: no such file")
         else:
             self.format = "hub"
-        if self.format == "folder" and bounds:
+        if self.format == "folder" and confined:
             self.format, self.files = "arrow", _saved_files(path, split)
         of_folder = path.rglob("*") if self.format == "folder" else ()
         self._identities = {file: FileIdentity.at(file) for file in (*self.files, *of_folder) if file.is_file()}
@@ -235,14 +225,10 @@ class RowSource:
 
     def _parquet_descriptions(self) -> Iterator[tuple[int, pa.Schema]]:
         """Yield (number of rows, schema) for each Parquet file."""
-        meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
             with _as_dataset_error(file, self.format):
-                if meter.bounded:
-                    yield parquet_description(file, meter)
-                else:
-                    opened = pq.ParquetFile(file)
-                    yield opened.metadata.num_rows, opened.schema_arrow
+                opened = pq.ParquetFile(file)
+                yield opened.metadata.num_rows, opened.schema_arrow
 
     def _rows(self) -> Iterator[_Read]:
         for read in self._read():
@@ -254,18 +240,15 @@ class RowSource:
         if self._dataset is not None:
             yield from ((columns, None, bytes_of_images(columns)) for columns in rows_of_dataset(self._dataset))
             return
-        meter = Meter(self._bounds, self.name, self._check)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
         for file in self.files:
             with _as_dataset_error(file, self.format):
-                yield from read(file, meter)
+                yield from read(file)
 
-    def _lines(self) -> Iterator[bytes | None]:
-        """Yield the lines that are not blank. Yield None for a line that is too long."""
-        meter = Meter(self._bounds, self.name, self._check)
+    def _lines(self) -> Iterator[bytes]:
         for file in self.files:
-            with _as_dataset_error(file, self.format), open_text(file, meter) as reader:
-                yield from (line for line in lines(reader, meter.bounds.row_bytes) if line is None or line.strip())
+            with _as_dataset_error(file, self.format), open_text(file) as reader:
+                yield from (line for line in reader if line.strip())
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -333,6 +316,8 @@ def dataset_suffix(name: str) -> str | None:
 def _as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
     try:
         yield
+    except MemoryError:  # which may be an ArrowException too
+        raise
     except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
             f"{file} cannot be read as {form}: {shortened((str(error) or type(error).__name__).splitlines()[0])}"
@@ -433,7 +418,7 @@ def _state(file: Path) -> dict[str, Any]:
     """
     try:
         with file.open("rb") as raw:
-            state = json.loads(raw.read(_STATE_BYTES))
+            state = json.load(raw)
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
@@ -447,19 +432,19 @@ def _plain_name(name: object, folder: Path) -> str:
     return name
 
 
-def _jsonl(file: Path, meter: Meter) -> Iterator[_Read]:
-    with open_text(file, meter) as reader:
-        yield from _json_lines(reader, meter.bounds)
+@contextmanager
+def open_text(file: Path) -> Iterator[io.BufferedReader]:
+    """Open a text file after its byte order mark, if it has one, and decompress it according to its suffix."""
+    with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
+        reader: Any = io.BufferedReader(stream, _CHUNK)
+        if reader.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # as Excel and PowerShell write it
+            reader.read(len(codecs.BOM_UTF8))
+        yield reader
 
 
-def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read]:
-    for line in lines(reader, bounds.row_bytes):
-        if line is None:
-            yield None, bounds.too_long(), 0
-            continue
-        if not line.strip():
-            continue
-        yield _json_row(line)
+def _jsonl(file: Path) -> Iterator[_Read]:
+    with open_text(file) as reader:
+        yield from (_json_row(line) for line in reader if line.strip())
 
 
 def _json_row(line: bytes) -> _Read:
@@ -497,15 +482,15 @@ def _surrogate_problem(value: Any) -> str | None:
     return None
 
 
-def _json(file: Path, meter: Meter) -> Iterator[_Read]:
+def _json(file: Path) -> Iterator[_Read]:
     """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON Lines."""
-    with open_text(file, meter) as reader:
+    with open_text(file) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))
         if not head.lstrip().startswith(b"["):
-            yield from _json_lines(reader, meter.bounds)
+            yield from (_json_row(line) for line in reader if line.strip())
             return
-        content = read_group(reader, meter, file)
+        content = reader.read()
     try:
         text = content.decode(json.detect_encoding(content))
         del content
@@ -538,43 +523,36 @@ def _json_array(text: str) -> Iterator[_Read]:
         raise json.JSONDecodeError("Extra data", text, at + 1)
 
 
-def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
+def _csv(file: Path) -> Iterator[_Read]:
     """Yield the rows of a CSV file.
 
     Values are strings, also where all cells of a column are numbers, which `datasets` reads as such and TRL then refuses. An
     empty cell becomes None. A record with too few or too many cells is an unreadable row.
     """
-    csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
-    with open_text(file, meter) as reader:
-        records = RecordLines(reader, meter.bounds.row_bytes, file)
-        rows = csv.reader(records)
+    csv.field_size_limit(1 << 30)
+    with open_text(file) as reader:
+        rows = csv.reader(io.TextIOWrapper(reader, encoding="utf-8", newline=""))
         header = next(rows, None)
         if not header:
             raise DatasetError(f"{file} has no header line")
         if len(set(header)) < len(header):
             raise DatasetError(f"{file}: several columns have the same name: {shortened(', '.join(header))}")
-        records.next_record()
         for cells in rows:
-            size = records.next_record()
             if len(cells) != len(header):
                 yield None, f"the row has {counted(len(cells), 'column')}, but the header has {len(header)}", 0
             else:
-                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
+                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, sum(map(len, cells))
 
 
-def _parquet(file: Path, meter: Meter) -> Iterator[_Read]:
-    if meter.bounded:
-        yield from _bounded(parquet_batches(file, meter), meter)
-        return
-    for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
-        for row in batch.to_pylist():
-            yield row, None, bytes_of_images(row)
+def _parquet(file: Path) -> Iterator[_Read]:
+    opened = pq.ParquetFile(file)
+    groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+    row_bytes = sum(group.total_byte_size for group in groups) // max(1, opened.metadata.num_rows)
+    rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(1, row_bytes)))
+    yield from _rows_of(opened.iter_batches(rows))
 
 
-def _arrow(file: Path, meter: Meter) -> Iterator[_Read]:
-    if meter.bounded:
-        yield from _bounded(arrow_batches(file, meter), meter)
-        return
+def _arrow(file: Path) -> Iterator[_Read]:
     with pa.memory_map(str(file)) as source:
         try:
             reader = pa.ipc.open_file(source)
@@ -582,13 +560,13 @@ def _arrow(file: Path, meter: Meter) -> Iterator[_Read]:
         except pa.ArrowInvalid:
             source.seek(0)
             batches = pa.ipc.open_stream(source)
-        for batch in batches:
-            batch.validate(full=True)
-            for row in batch.to_pylist():
-                yield row, None, bytes_of_images(row)
+        yield from _rows_of(batches)
 
 
-def _bounded(batches: Iterable[pa.RecordBatch], meter: Meter) -> Iterator[_Read]:
+def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[_Read]:
     for batch in batches:
-        for row, size in rows_of(batch, meter):
-            yield row, None if row is not None else meter.bounds.too_long(), size
+        batch.validate(full=True)  # invalid offsets would expose other memory of this process
+        size = batch.nbytes // max(1, batch.num_rows)
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            for row in batch.slice(start, BATCH_ROWS).to_pylist():
+                yield row, None, size

@@ -22,6 +22,8 @@ from reflogp.store.texts import shortened_names
 
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
+#: (token ids of the prompt, (token ids of each completion, …)).
+Tokens = tuple[list[int], tuple[list[int], ...]]
 
 #: Columns, apart from those with images, that determine the token ids of a pair or a KTO row.
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")

@@ -1,7 +1,7 @@
 """Load a tokenizer, and tokenize datasets exactly as TRL does, so that their rows have the keys that a TRL trainer computes.
 
-Callers can choose a tokenizer other than the model's, and a chat template other than the tokenizer's. Text is rendered and
-encoded by `encode`, in child processes that `row_process` can kill. This module does not import trl.
+Callers can choose a tokenizer other than the model's, and a chat template other than the tokenizer's. This module does not
+import trl.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.image_decoder import ImageDecoder
+from reflogp.scoring.data.encode import tokenize_rows
 from reflogp.scoring.data.images import ImageReader, RowImage
 from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
-from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
-from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
+from reflogp.scoring.data.shape import Format, RowError, RowLimitError, Tokens, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -40,8 +39,8 @@ class TokenizedRows:
         table: table with the columns `row` (row number in the dataset, int64) and `prompt_ids`, and one column for each
             completion. Pairs that are not read as KTO data have `chosen_ids` and `rejected_ids`. All other rows have
             `completion_ids` and, in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
-        rows: original columns of each row of the table, as read from the dataset, in the table's order; empty if the token ids
-            were read from the file that a `TokenizedDataset` keeps.
+        rows: original columns of each row of the table, as read from the dataset, in the table's order; empty in a service's
+            jobs.
         problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
@@ -82,8 +81,9 @@ def tokenize_dataset(
     form: Format | None = None,
     window: int = 1024,
     *,
-    limits: RowLimits | None = None,
-    check: Callable[[], None] | None = None,
+    begin: Callable[[int | None], None] = lambda row: None,
+    alone: bool = False,
+    after: int = -1,
     load_vision: Callable[[], VisionProcessor | None] | None = None,
 ) -> Iterator[TokenizedRows]:
     """Tokenize a dataset, `window` rows at a time, in bounded memory.
@@ -93,10 +93,10 @@ def tokenize_dataset(
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
-        limits: limits for tokenizing a row; None for the defaults. A row that exceeds a limit is listed in
-            TokenizedRows.problems.
-        check: function that is called about ten times a second; in the tokens format, it is called once for each row. It can
-            stop the work by raising an error.
+        begin: function that is called with a row's number before work on this row alone begins, and with None before work on
+            several rows begins. It can stop the work by raising an error.
+        alone: tokenize every row by itself, so that `begin` always names the row; slower.
+        after: number of the last row of a window. This window and earlier ones are read, but not tokenized and not yielded.
         load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
             the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
             rows that contain images are listed in TokenizedRows.problems.
@@ -106,14 +106,12 @@ def tokenize_dataset(
 
     Raises:
         DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
-            rows is examined); many rows took too long to tokenize; or a column of images first appears in a later window of a
-            stream.
+            rows is examined); or a column of images first appears in a later window of a stream.
         TokenizerError: the rows are text and `tokenizer` is None, or the tokenizer lacks a chat template or an EOS token that
             the rows need.
     """
     outputs: tuple[str, ...] | None = None
     why = "the dataset is empty"
-    children: RowTokenizer | None = None
     images: _Images | None = None
     may_come = False
     notes: tuple[str, ...] = ()
@@ -127,15 +125,15 @@ def tokenize_dataset(
                     if form == "preference" and load_vision is not None:
                         vision, may_come = _vision(source, rows, load_vision)
                     if vision is not None:
-                        cache, decoder = stack.enter_context(PixelCache()), stack.enter_context(ImageDecoder())
-                        images = _Images(vision, ImageReader(source.open_image, cache, decoder))
+                        images = _Images(vision, ImageReader(source.open_image, stack.enter_context(PixelCache())))
                     if tokenizer is None and images is None:
                         raise TokenizerError("text rows need a tokenizer")
-                    made_by = tokenizer if images is None else images.vision.tokens
-                    children = stack.enter_context(RowTokenizer(made_by, form, limits, check))
             if outputs is None and rows[0].number == 0:
                 why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
-            if outputs is None:
+            if rows[-1].number <= after:
+                notes = ()
+                continue
+            if form is None or outputs is None:
                 problems = {row.number: shortened(row.problem or "") for row in rows}
                 yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
                 continue
@@ -145,7 +143,7 @@ def tokenize_dataset(
                     f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
                     "text; add a column named images, with an empty list, to the stream's first row"
                 )
-            yield replace(_tokenize_window(rows, children, outputs, check, images), notes=notes)
+            yield replace(_tokenize_window(rows, form, outputs, tokenizer, images, begin, alone), notes=notes)
             notes = ()
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
@@ -213,12 +211,13 @@ def _have_images(rows: list[Row]) -> bool:
 
 def _tokenize_window(
     rows: list[Row],
-    children: RowTokenizer | None,
+    form: Format,
     outputs: tuple[str, ...],
-    check: Callable[[], None] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     images: _Images | None,
+    begin: Callable[[int | None], None],
+    alone: bool,
 ) -> TokenizedRows:
-    """Tokenize one window of rows; `children` is None for the tokens format."""
     problems: dict[int, str] = {}
     readable: list[Row] = []
     for row in rows:
@@ -227,12 +226,20 @@ def _tokenize_window(
         else:
             readable.append(row)
     columns = [row.columns or {} for row in readable]
-    opened = None if images is None else images.reader.read(columns, check)
-    found = children.tokenize(columns, opened) if children is not None else _token_rows(columns, outputs, check)
+
+    def begin_at(at: int | None) -> None:
+        begin(None if at is None else readable[at].number)
+
+    opened = None if images is None else images.reader.read(columns, begin_at, alone)
+    if form == "tokens":
+        found = _token_rows(columns, outputs, begin_at)
+    else:
+        made_by: Any = tokenizer if images is None else images.vision.tokens
+        found = tokenize_rows(columns, form, made_by, opened, begin_at, alone)
     kept_images: list[tuple[RowImage, ...]] = []
     numbers: list[int] = []
     kept: list[dict[str, Any]] = []
-    ids: list[TokenArrays] = []
+    ids: list[Tokens] = []
     limited = False
     for at, (row, examples) in enumerate(zip(readable, found, strict=True)):
         for example in examples:
@@ -253,31 +260,28 @@ def _tokenize_window(
 
 
 def _token_rows(
-    rows: list[dict[str, Any]], outputs: tuple[str, ...], check: Callable[[], None] | None
-) -> list[list[TokenArrays | RowError]]:
-    found: list[list[TokenArrays | RowError]] = []
-    for columns in rows:
-        if check is not None:
-            check()
+    rows: list[dict[str, Any]], outputs: tuple[str, ...], begin: Callable[[int | None], None]
+) -> list[list[Tokens | RowError]]:
+    found: list[list[Tokens | RowError]] = []
+    for at, columns in enumerate(rows):
+        begin(at)
         try:
-            prompt, completions = token_row(columns, outputs)
-            found.append([(np.array(prompt, np.int64), tuple(np.array(ids, np.int64) for ids in completions))])
+            found.append([token_row(columns, outputs)])
         except RowError as error:
             found.append([error])
     return found
 
 
-def _table(numbers: list[int], ids: list[TokenArrays], outputs: tuple[str, ...]) -> pa.Table:
+def _table(numbers: list[int], ids: list[Tokens], outputs: tuple[str, ...]) -> pa.Table:
     columns = {"row": pa.array(numbers, pa.int64()), "prompt_ids": _lists([prompt for prompt, _ in ids])}
     columns |= {name: _lists([completions[i] for _, completions in ids]) for i, name in enumerate(outputs)}
     return pa.table(columns)
 
 
-def _lists(arrays: list[Ids]) -> pa.ListArray:
-    offsets = np.cumsum([0, *map(len, arrays)])
-    return pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.array(np.concatenate([np.zeros(0, np.int64), *arrays]), pa.int64())
-    )
+def _lists(parts: list[list[int]]) -> pa.ListArray:
+    """Convert lists of token ids to an array of type list<int64>; several times faster than `pa.array`."""
+    arrays = [np.zeros(0, np.int64), *(np.array(part, np.int64) for part in parts)]
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, parts)]), pa.int32()), pa.array(np.concatenate(arrays)))
 
 
 def chosen_tokenizer(

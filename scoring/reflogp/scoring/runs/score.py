@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedDataset
+from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedWindows
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
@@ -124,7 +124,7 @@ class ScoreSummary:
 
 
 def score_dataset(
-    dataset: TokenizedDataset,
+    dataset: TokenizedWindows,
     store: Store,
     reference: Reference,
     scorer: Scorer,
@@ -219,7 +219,7 @@ class _Window:
     images: list[SequenceImages | None]
 
 
-def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
+def _looked_up(dataset: TokenizedWindows, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
     """Yield the windows of a dataset, each with the values that the snapshot `before` has for the window's rows.
 
     This generator runs in its own thread.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.data.image_decoder import decoded
+from reflogp.scoring.data.images import decoded
 from reflogp.scoring.vllm_engine.answers import Request
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from reflogp.store.texts import first_line

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from reflogp.scoring.data.images import MAX_IMAGES
 from reflogp.scoring.errors import EngineError
 from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter, Checkpoint
@@ -39,6 +38,8 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
+#: Maximum number of images in a sequence.
+_MOST_IMAGES = 64
 #: Model families (`model_type`) for which the log-probs that vLLM computes for sequences with images agree with those that
 #: transformers computes. The tests in tests/vllm compare these log-probs.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
@@ -159,7 +160,7 @@ def vllm_options(
     if no_images is None:
         # vLLM's image processor needs the tokenizer. vLLM's cache of processed images is turned off for two reasons:
         # vllm_engine.images has its own cache, and refused requests could change the state of vLLM's cache.
-        limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
+        limits = {"image": _MOST_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
         options["language_model_only"] = True

@@ -38,8 +38,6 @@ import numpy as np
 import torch
 
 from reflogp.scoring import tracing
-from reflogp.scoring.data.bounds import ReadBounds
-from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
@@ -52,7 +50,9 @@ from reflogp.service.log_lines import LogLine
 from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
+from reflogp.service.worker.limited import start_fork_server
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
+from reflogp.service.worker.reader import default_memory
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.schema import stream_bytes
@@ -108,8 +108,8 @@ class Worker:
             Path(configuration.tokens),
             configuration.max_tokens_bytes,
             configuration.commit_seconds,
-            ReadBounds(configuration.row_bytes, configuration.dataset_bytes, configuration.group_bytes),
-            RowLimits(configuration.row_seconds),
+            configuration.row_seconds,
+            configuration.reader_bytes or default_memory(),
         )
         engines = Engines(
             self._load,
@@ -139,6 +139,7 @@ class Worker:
 
     def run(self, source: BinaryIO) -> None:
         """Run until the service sends the frame `exit`, or until the service itself exits."""
+        start_fork_server()
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))

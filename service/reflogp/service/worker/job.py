@@ -15,12 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reflogp.scoring.data.bounds import ReadBounds
-from reflogp.scoring.data.confined_paths import OpenDataset, image_below
-from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.row_process import RowLimits
-from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.data.tokenized import StoppedError, TokenizedDataset, cache_name, delete_oldest
+from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
@@ -29,9 +24,12 @@ from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import VisionProcessor
+from reflogp.service.confined_paths import OpenDataset
 from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError
+from reflogp.service.worker.job_dataset import JobDataset, cache_name, delete_oldest
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import JobOrder
+from reflogp.service.worker.reader import Reading
 from reflogp.service.worker.result import write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
 from reflogp.store.texts import hide_secrets, shortened
@@ -49,6 +47,8 @@ _UNIT_SEQUENCES = 1024
 #: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces every new
 #: message after that.
 _TEXTS, _ANOTHER = 10_000, "the row cannot be used"
+#: Maximum number of bad rows. A file of a few kilobytes can hold any number of rows without values.
+_MOST_BAD_ROWS = 1_000_000
 
 
 class JobStoppedError(Exception):
@@ -68,16 +68,15 @@ class JobContext:
         tokens: folder of the token-id cache.
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing values and committing them.
-        bounds: limits on reading datasets.
-        rows: limits on tokenizing one row.
+        row_seconds, reader_bytes: limits on reading datasets; see Reading.row_seconds and Reading.memory.
     """
 
     store: Store
     tokens: Path
     max_tokens_bytes: int
     commit_seconds: float
-    bounds: ReadBounds
-    rows: RowLimits
+    row_seconds: float
+    reader_bytes: int
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,10 @@ class Progress(ProgressCallbacks):
         """Record why a row has no values.
 
         Identical messages are stored only once. After 10,000 different messages, every new message is replaced with a
-        generic message.
+        generic message. Raises DatasetError for too many bad rows.
         """
+        if len(self.problems) == _MOST_BAD_ROWS:
+            raise DatasetError(f"more than {_MOST_BAD_ROWS:,} rows are bad; the last, row {row}: {shortened(problem)}")
         problem = shortened(problem)
         if problem not in self._texts:
             if len(self._texts) >= _TEXTS:
@@ -275,33 +276,23 @@ def _attempt(
         engine = loop.engine(order.reference_id, job.check)
         return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, job.announce, job.check)
 
-    image_files = False
-
-    def open_image(path: str) -> int:
-        nonlocal image_files
-        if order.root is None:
-            raise RowError(
-                "the row names an image file, but an uploaded or fetched dataset must contain its images as bytes or data URIs"
-            )
-        image_files = True
-        return open_below(path)
-
     root = None if order.root is None else Path(order.root)
     with OpenDataset(root, Path(order.file), order.digest) as files:
+        reading = Reading(
+            str(files.readable),
+            order.split,
+            form,
+            order.root,
+            str(files.path),
+            tokenizer.model,
+            tokenizer.trust_remote_code,
+            tokenizer.digest,
+            place.row_seconds,
+            place.reader_bytes,
+        )
+        kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
+        dataset = JobDataset(reading, kept, files.check, model.load_vision, job.check)
         try:
-            open_below = image_below(root or files.path.parent, files.path)
-            source = RowSource(str(files.readable), order.split, place.bounds, job.check, open_image)
-            kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
-            dataset = TokenizedDataset(
-                source,
-                tokenizer.load,
-                form,
-                kept,
-                unchanged=files.check,
-                limits=place.rows,
-                check=job.check,
-                load_vision=model.load_vision,
-            )
             summary = score_dataset(
                 dataset,
                 place.store,
@@ -315,6 +306,7 @@ def _attempt(
             with span("write result"):
                 write_result(
                     dataset,
+                    tokenizer.load,
                     place.store[reference.reference_id].snapshot(),
                     settings,
                     progress.problems,
@@ -325,4 +317,4 @@ def _attempt(
         except DatasetError as error:
             files.check()  # if a file has changed, report the change rather than the error it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
-    return summary, image_files
+    return summary, dataset.names_image_files

@@ -56,8 +56,8 @@ class WorkerConfiguration:
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
         window_seconds: maximum time in seconds that an online request waits for other requests to join its round; see
             EngineLoop.
-        row_bytes, dataset_bytes, group_bytes: limits on reading datasets; see ReadBounds.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
+        reader_bytes: maximum memory of the process that reads a job's dataset; None for the default.
     """
 
     device: str
@@ -73,10 +73,8 @@ class WorkerConfiguration:
     max_tokens_bytes: int
     commit_seconds: float
     window_seconds: float
-    row_bytes: int
-    dataset_bytes: int
-    group_bytes: int
     row_seconds: float
+    reader_bytes: int | None
 
 
 @dataclass(frozen=True)

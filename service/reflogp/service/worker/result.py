@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenized import TokenizedWindows
 from reflogp.scoring.joining import join_note
 from reflogp.scoring.reports.figures import histograms
 from reflogp.scoring.reports.shown import image_text, thumbnail
@@ -137,7 +137,8 @@ def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def write_result(
-    dataset: TokenizedDataset,
+    dataset: TokenizedWindows,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     snapshot: Snapshot,
     settings: TrainerSettings,
     problems: dict[int, str],
@@ -160,6 +161,7 @@ def write_result(
     the share of rows with values among all rows that are not dropped.
 
     Args:
+        load_tokenizer: returns the tokenizer that turns the outliers' token ids into text.
         problems: dict from row number to the reason why the row has no values.
         check: called for each group of rows; raises an error to stop the job.
     """
@@ -196,13 +198,13 @@ def write_result(
         finally:
             if writer is not None:
                 writer.close()
-    outliers = means.outliers(dataset.tokenizer)
+    outliers = means.outliers(load_tokenizer())
     found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
     with write_atomically(report) as partial:
         partial.write_text(json.dumps(found), encoding="utf-8")
 
 
-def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
+def _windows(dataset: TokenizedWindows) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
     """Yield each group of tokenized rows, with a dict from row number to problem for rows that are not in the group.
 
     Groups before the dataset's first readable row have no completion columns. These groups are not yielded, but their problems

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from reflogp.scoring.data.image_decoder import decoded
+from reflogp.scoring.data.images import decoded
 from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError

@@ -1,8 +1,8 @@
 """Dataset paths that may not lead out of a root folder: find a dataset's files, compute its digest, and keep its files open.
 
 A user who can write below the root may swap files and links at any time. So a job reads open files: each is opened once, the
-system says where it really is, its content is compared with the digest that the job was submitted with, and libraries read it
-through a link to /proc/self/fd. Where there is no /proc/self/fd, files are read by path.
+system says where it really is, its content is compared with the digest that the job was submitted with, and the process that
+reads the dataset follows a link to this process's folder of open files in /proc. Where there is none, it reads files by path.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from reflogp.store.texts import shortened
 MOST_ENTRIES = 10_000
 #: Maximum number of characters in an image's path.
 _LONGEST_PATH = 4096
-#: The folder in which a process finds its own open files. The names in the folder are file descriptors.
-_OPEN_FILES = Path("/proc/self/fd")
+
+
+def _open_files() -> Path:
+    """Return the folder with this process's open files. The names in the folder are file descriptors."""
+    return Path(f"/proc/{os.getpid()}/fd")
 
 
 class PathError(DatasetError):
@@ -94,7 +97,7 @@ class OpenDataset:
     def _open(self, root: Path, digest: str, stack: ExitStack) -> None:
         self.path = self.readable = _resolved(root, self.path)
         files = dict(_files(root, self.path, MOST_ENTRIES))
-        if _OPEN_FILES.is_dir():
+        if _open_files().is_dir():
             _allow_many_files()
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reflogp-")))
             for name, file in files.items():
@@ -102,7 +105,7 @@ class OpenDataset:
                 stack.callback(os.close, descriptor)
                 link = folder / name
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(_OPEN_FILES / str(descriptor))
+                link.symlink_to(_open_files() / str(descriptor))
                 files[name] = link
             self.readable = folder if self.path.is_dir() else folder / self.path.name
         self._identities = {file: FileIdentity.at(file) for file in files.values()}
@@ -189,7 +192,7 @@ def _open_below(root: Path, path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: do not wait for a FIFO's writer
     except OSError as error:
         raise _missing() from error
-    if _OPEN_FILES.is_dir() and not (_OPEN_FILES / str(descriptor)).readlink().is_relative_to(root):
+    if _open_files().is_dir() and not (_open_files() / str(descriptor)).readlink().is_relative_to(root):
         os.close(descriptor)
         raise _outside()
     return descriptor

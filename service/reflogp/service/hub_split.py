@@ -1,6 +1,6 @@
 """Use `datasets` to find the files that belong to a split of a dataset on the Hugging Face Hub.
 
-`datasets` runs in a separate process, which is started with `python -m reflogp.scoring.data.hub_split` and reads the
+`datasets` runs in a separate process, which is started with `python -m reflogp.service.hub_split` and reads the
 repository's metadata but no data. The process has an empty working folder and empty caches. Therefore, `datasets` cannot
 mistake a local folder of the same name, or an older cached copy, for the dataset. The metadata can contain any path or URL.
 Paths and URLs that lead outside the repository are rejected before `datasets` looks for the files.
@@ -19,10 +19,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from reflogp.scoring.data.confined_paths import MOST_ENTRIES
-from reflogp.scoring.data.confined_process import POLL_SECONDS
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
+from reflogp.service.confined_paths import MOST_ENTRIES
 from reflogp.store import ReflogpError
 from reflogp.store.hub import HubFile, HubPlace, translated
 from reflogp.store.storage import sentence
@@ -35,6 +34,7 @@ _CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
 _PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
 #: Limits for the process: seconds of processor time, and bytes of memory in addition to the memory that its libraries use.
 _CPU_SECONDS, _MEMORY = 300, 2 << 30
+_POLL_SECONDS = 0.1
 
 
 def files_of_split(place: HubPlace, config: str | None, split: str, check: Callable[[], None]) -> list[HubFile]:
@@ -54,7 +54,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
         caches = {name: f"{folder}/{name}" for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")}
         empty = Path(folder, "empty")
         empty.mkdir()
-        command = [sys.executable, "-P", "-m", "reflogp.scoring.data.hub_split"]
+        command = [sys.executable, "-P", "-m", "reflogp.service.hub_split"]
         environment = {**os.environ, **caches, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, cwd=empty, env=environment, text=True, **streams) as process:  # type: ignore[call-overload]
@@ -77,7 +77,7 @@ def _answer(process: subprocess.Popen[str], asked: str | None, check: Callable[[
     while True:
         check()
         try:
-            said, _ = process.communicate(asked, timeout=POLL_SECONDS)
+            said, _ = process.communicate(asked, timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             asked = None  # the next call of `communicate` continues to send the request
             continue

@@ -1,0 +1,194 @@
+"""A job's dataset: its rows as token ids, which are kept in a file for later passes and later jobs.
+
+A file of token ids is named after a digest of the dataset's content, the tokenizer's files, the format, the split and the
+library versions. If all of these are the same in a later job, the file is read instead of the dataset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+
+from reflogp.scoring.data.images import ImageFile
+from reflogp.scoring.data.shape import Format
+from reflogp.scoring.data.tokenize import TokenizedRows
+from reflogp.scoring.data.tokenized import StoppedError
+from reflogp.scoring.vision import VisionProcessor
+from reflogp.service.worker.reader import Reading, count_rows, read_rows
+
+
+class JobDataset:
+    """The rows of a job's dataset as token ids, as another process reads them; see TokenizedWindows.
+
+    Args:
+        reading: what is read.
+        kept: path of the file for the token ids, whose name comes from `cache_name`. If the file exists, it is read; otherwise,
+            the first complete pass writes it. It is not written if a row reached a limit, because the row may be usable with
+            another limit, and if rows have images, because the file's name does not depend on the content of image files.
+        unchanged: function that raises an error if the dataset's content may have changed since its digest was computed. It is
+            called after each pass over the dataset. If it raises an error, the file is not kept.
+        load_vision: function that loads the model's image processor.
+        check: function that is called while rows are read. It can stop the reading by raising an error.
+
+    Attributes:
+        names_image_files: whether a row that was read so far names an image file.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        kept: Path,
+        unchanged: Callable[[], None],
+        load_vision: Callable[[], VisionProcessor | None],
+        check: Callable[[], None],
+    ) -> None:
+        self._reading = reading
+        self._kept = kept
+        self._unchanged = unchanged
+        self._load_vision = load_vision
+        self._check_given = check
+        self._stopped = threading.Event()
+        self.names_image_files = False
+
+    def stop(self) -> None:
+        """Stop all iterations that read the dataset, in any thread. Iterations that read token ids from the file go on."""
+        self._stopped.set()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError
+        self._check_given()
+
+    def count(self) -> int:
+        """Return the number of rows, including unreadable rows."""
+        if not self._kept.is_file():
+            return count_rows(self._reading, self._check)
+        with pa.memory_map(str(self._kept)) as file:
+            reader = pa.ipc.open_file(file)
+            last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
+            return int(last.custom_metadata[b"last_row"]) + 1
+
+    def __iter__(self) -> Iterator[TokenizedRows]:
+        return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept()
+
+    def _tokenized_and_kept(self) -> Iterator[TokenizedRows]:
+        self._kept.parent.mkdir(parents=True, exist_ok=True)
+        delete_abandoned(self._kept.parent)
+        with _partial(self._kept) as partial:
+            yield from self._written(partial)
+
+    def _written(self, partial: Path) -> Iterator[TokenizedRows]:
+        writer: pa.RecordBatchFileWriter | None = None
+        problems: dict[int, str] = {}
+        complete = True
+        try:
+            for window in read_rows(self._reading, self._check, self._load_vision):
+                problems |= window.problems
+                complete &= not window.limited and window.vision is None
+                files = (isinstance(image.source, ImageFile) for of_row in window.images for image in of_row)
+                self.names_image_files = self.names_image_files or any(files)
+                if window.table.num_columns > 2:  # a window before the first readable row has no completion columns
+                    if writer is None:
+                        options = pa.ipc.IpcWriteOptions(compression="lz4")
+                        writer = pa.ipc.new_file(str(partial), window.table.schema, options=options)
+                    [batch] = window.table.combine_chunks().to_batches() or [_empty_batch(window.table.schema)]
+                    note = {
+                        "problems": json.dumps(problems),
+                        "last_row": str(window.last_row),
+                        "notes": json.dumps(window.notes),
+                    }
+                    writer.write_batch(batch, custom_metadata=note)
+                    problems = {}
+                yield window
+            self._unchanged()
+            if writer is not None:
+                writer.close()
+                if complete:
+                    partial.replace(self._kept)
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
+    """Return the name of the file for token ids: a digest of everything that the token ids depend on."""
+    content = {
+        "dataset": dataset_digest,
+        "tokenizer": tokenizer_digest,
+        "form": form,
+        "split": split,
+        "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
+    }
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v3")
+    return f"{digest.hexdigest()}.arrow"
+
+
+def delete_oldest(folder: Path, max_bytes: int) -> None:
+    """Delete the least recently used files of token ids until the remaining files use at most `max_bytes`."""
+    files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
+    kept = 0
+    for file in files:
+        kept += file.stat().st_size
+        if kept > max_bytes:
+            file.unlink(missing_ok=True)
+
+
+def delete_abandoned(folder: Path) -> None:
+    """Delete the incomplete files of token ids that killed processes have left in a folder.
+
+    A file that a running process is still writing is locked, and is not deleted.
+    """
+    for partial in folder.glob(".*.partial"):
+        with suppress(OSError):  # the file is locked, or was renamed a moment ago
+            descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                partial.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextmanager
+def _partial(kept: Path) -> Iterator[Path]:
+    """Yield the path of a new file next to `kept`.
+
+    The file is locked during the `with` block. After the block, the file is deleted unless the block has renamed it.
+    """
+    while True:
+        partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not partial.exists():  # another process deleted the file before it was locked
+                continue
+            yield partial
+            return
+        finally:
+            partial.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _read(kept: Path) -> Iterator[TokenizedRows]:
+    os.utime(kept)
+    with pa.memory_map(str(kept)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch_with_custom_metadata(number)
+            note = batch.custom_metadata
+            problems = {int(row): problem for row, problem in json.loads(note[b"problems"]).items()}
+            notes = tuple(json.loads(note[b"notes"]))
+            yield TokenizedRows(pa.Table.from_batches([batch.batch]), [], problems, int(note[b"last_row"]), notes=notes)
+
+
+def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], schema=schema)
