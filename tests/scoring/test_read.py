@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import detect_format
@@ -85,6 +86,14 @@ def test_the_files_of_a_split_are_those_of_datasets(tmp_path):
         assert [row.columns for row in RowSource(str(folder), split)] == expected
     with pytest.raises(DatasetError, match="no split 'nosuch'; choose from train, test"):
         RowSource(str(by_name), "nosuch")
+
+
+def test_a_local_folder_with_one_other_split_is_not_taken_for_the_split(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(DatasetError, match="no split 'train'; choose from test"):
+        RowSource(str(tmp_path), "train", bounds=ReadBounds(1 << 20, 1 << 20, 1 << 20))
+    fetched = RowSource(str(tmp_path), "train", bounds=ReadBounds(1 << 20, 1 << 20, 1 << 20), is_fetched=True)
+    assert [row.columns for row in fetched] == [{"prompt": "a"}]
 
 
 def test_files_of_a_folder_may_have_other_types_of_text(tmp_path):

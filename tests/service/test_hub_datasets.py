@@ -129,7 +129,7 @@ def rows_of_datasets(name: str, config: str | None, split: str, cache: Path) -> 
 def test_a_split_has_the_rows_that_datasets_gives_in_their_order(server, folder, name, config, split, rows, tmp_path):
     path, digest = fetched(f"hf://datasets/{name}", folder, config=config, split=split)
     assert path == folder.folder / digest and left(folder) == [path]
-    found = [row.columns for row in RowSource(str(path), confined=True)]
+    found = [row.columns for row in RowSource(str(path), confined=True, is_fetched=True)]
     assert len(found) == rows
     assert found == rows_of_datasets(name, config, split, tmp_path / "hf")
 

@@ -93,6 +93,7 @@ class RowSource:
         open_image: function that opens an image file. It takes the path that a row contains, and returns a file descriptor. If
             None, rows can contain the path of any file. Relative paths are then resolved against the folder of the dataset's
             files, or against the current folder if `files` is empty.
+        is_fetched: whether the files of a folder are those of the split alone, under names that do not say so.
 
     Attributes:
         name: the argument `data`, which is shown in messages.
@@ -113,6 +114,7 @@ class RowSource:
         confined: bool = False,
         check: Callable[[], None] | None = None,
         open_image: OpenFile | None = None,
+        is_fetched: bool = False,
     ) -> None:
         self.name = data
         self.split = split
@@ -122,7 +124,7 @@ class RowSource:
         path = _downloaded(data) if data.startswith(SCHEME) and not confined else Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
-            self.format, self.files = _folder_format(path, split, confined)
+            self.format, self.files = _folder_format(path, split, is_fetched)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
         elif (
@@ -340,7 +342,7 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
     `datasets` decides which files belong to a split: by metadata in a README.md, or by names such as train-00000.parquet.
 
     Args:
-        is_fetched: whether the folder may have the files of the split alone, under names that say nothing of it.
+        is_fetched: see RowSource.
     """
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()

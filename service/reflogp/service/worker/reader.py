@@ -225,7 +225,7 @@ def _read(connection: Connection, reading: Reading, after: int, alone: bool, bad
 
 def _count(connection: Connection, reading: Reading) -> None:
     with _errors_sent(connection):
-        _send(connection, {"count": RowSource(reading.file, reading.split, confined=True).count()})
+        _send(connection, {"count": _Rows(reading, {}).count()})
 
 
 class _Rows(RowSource):
@@ -236,7 +236,14 @@ class _Rows(RowSource):
             signal.setitimer(signal.ITIMER_PROF, _MANY_SECONDS)
 
         check()
-        super().__init__(reading.file, reading.split, confined=True, check=check, open_image=reading.open_image())
+        super().__init__(
+            reading.file,
+            reading.split,
+            confined=True,
+            check=check,
+            open_image=reading.open_image(),
+            is_fetched=reading.root is None,
+        )
         self._bad = bad
 
     def __iter__(self) -> Iterator[Row]:
