@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from reflogp.scoring.data.objects import kind_of
-from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.read import RowSource, table_of_rows
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
@@ -125,7 +125,7 @@ def join_dataset(
     try:
         row_schema = source.schema(is_usable)
         for window in joined_windows(dataset, snapshot, summary, settings, watcher):
-            table = pa.Table.from_pylist(window.rows, schema=row_schema)
+            table = table_of_rows(window.rows, row_schema)
             for name in window.columns.column_names:
                 table = with_column(table, name, window.columns[name])
             if writer is None:
@@ -309,10 +309,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
     import datasets
 
     schema = source.schema(is_usable)
-    tables = [
-        _side_by_side(pa.Table.from_pylist(window.rows, schema=schema), window.columns)
-        for window in _some(windows(source, False))
-    ]
+    tables = [_side_by_side(table_of_rows(window.rows, schema), window.columns) for window in _some(windows(source, False))]
     return datasets.Dataset(pa.concat_tables(tables))
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from reflogp.scoring.data.files import BATCH_ROWS
 from reflogp.scoring.data.images import below, bytes_of_images
-from reflogp.scoring.data.read import BATCH_ROWS, RowSource, rows_of_dataset, without_decoding
+from reflogp.scoring.data.read import RowSource, rows_of_dataset, rows_of_table, without_decoding
+from reflogp.scoring.data.shape import TEXT_COLUMNS
 from reflogp.store import UsageError
 
 #: Name that messages use for a dataset that was passed as a Python object.
@@ -29,13 +31,14 @@ def open_dataset(dataset: Any) -> RowSource:
 
     Raises:
         DatasetError: the path or the dataset on the Hub cannot be opened.
-        UsageError: `dataset` has an unsupported type, is a `datasets.Dataset` with a transform, or is a pandas data frame whose
-            column names are not unique.
+        UsageError: `dataset` has an unsupported type, is a `datasets.Dataset` with a transform, is a pandas data frame whose
+            column names are not unique, or is a table with types that `datasets` lacks.
     """
     if isinstance(dataset, str | os.PathLike):
         return RowSource(os.fspath(dataset))
     if isinstance(dataset, pa.Table):
-        return _ObjectRows(lambda: _rows_of_table(dataset), len(dataset))
+        _require_types_of_datasets(dataset)
+        return _ObjectRows(lambda: rows_of_table(dataset), len(dataset))
     kind = kind_of(dataset)
     if kind == "datasets.Dataset":
         if dataset.format["type"] == "custom":
@@ -49,11 +52,11 @@ def open_dataset(dataset: Any) -> RowSource:
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
             raise UsageError(f"the data frame's column names are not unique: {', '.join(map(str, dataset.columns))}")
-        return _ObjectRows(lambda: _rows_of_pandas(dataset), len(dataset))
+        return _ObjectRows(lambda: _with_types(_rows_of_pandas(dataset), _text_of_pandas, dataset), len(dataset))
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        return _ObjectRows(lambda: iter(dataset), len(dataset))
+        return _ObjectRows(lambda: _with_types(iter(dataset), _text_of_list, dataset), len(dataset))
     raise UsageError(
         f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a dataset's name "
         "on the Hugging Face Hub, a datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a "
@@ -75,9 +78,44 @@ def kind_of(dataset: Any) -> str | None:
     return None
 
 
-def _rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
-        yield from batch.to_pylist()
+def _require_types_of_datasets(table: pa.Table) -> None:
+    import datasets
+
+    try:
+        datasets.Features.from_arrow_schema(table.schema)
+    except ValueError as error:
+        raise UsageError(f"the table cannot be read by `datasets`, and so by no trainer: {error}") from error
+
+
+def _with_types(rows: Iterator[dict[str, Any]], text_of: Callable[[Any], Any], dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows whose columns of text have the types that `datasets` gives them, such as nulls for missing keys.
+
+    If the columns do not fit the types of `datasets`, so that no trainer can read them, the rows are yielded unchanged.
+
+    Args:
+        text_of: function that returns the columns of text of `dataset` as a `datasets.Dataset`.
+    """
+    try:
+        text = text_of(dataset)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        text = None
+    if text is None or not text.column_names:
+        yield from rows
+        return
+    for row, typed in zip(rows, rows_of_dataset(text), strict=True):
+        yield {name: value for name, value in row.items() if name not in TEXT_COLUMNS} | typed
+
+
+def _text_of_list(rows: list[dict[str, Any]]) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list([{name: row[name] for name in TEXT_COLUMNS if name in row} for row in rows])
+
+
+def _text_of_pandas(frame: Any) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_pandas(frame[[name for name in TEXT_COLUMNS if name in frame.columns]], preserve_index=False)
 
 
 def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:

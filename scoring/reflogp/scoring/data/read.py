@@ -6,7 +6,6 @@ A row that cannot be read is yielded as a `Row` with an error message, so that t
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import re
@@ -20,12 +19,13 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from reflogp.scoring.data.files import BATCH_ROWS, COMPRESSIONS, JsonRow, LocalFiles, open_builder
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity, require_unchanged
 from reflogp.store.hub import SCHEME, HubFile
-from reflogp.store.texts import counted, first_line, shortened
+from reflogp.store.texts import first_line, shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
 
@@ -34,6 +34,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
@@ -42,14 +43,10 @@ _SUFFIXES: dict[str, FileFormat] = {
 #: .feather are left out.
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three can be compressed, such as .jsonl.gz or .csv.zst)"
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
-#: Dict from each suffix of compressed text files to Arrow's name for the compression method.
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-#: Maximum number of rows, and approximate maximum number of bytes, that are decoded at once from an Arrow or Parquet file.
-BATCH_ROWS, _DECODED_BYTES = 1024, 64 << 20
-#: Number of bytes of a text file that are read at once.
-_CHUNK = 1 << 20
 #: A batch of rows ends when its rows exceed this many bytes in total.
 _BATCH_BYTES = 256 << 20
+#: Number of bytes of a text file that are read at once.
+_CHUNK = 1 << 20
 #: A JSON escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -67,8 +64,8 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes. Only the images are counted if `datasets` reads the rows, or if the dataset
-            is a Python object.
+        size: approximate size of the row in bytes. Only the images are counted if the dataset is saved, a Python object, or from
+            the Hub.
     """
 
     number: int
@@ -120,8 +117,9 @@ class RowSource:
         self.split = split
         self._check = check
         self._dataset: Any = None
+        self._schema: pa.Schema | None = None
         self._numbers: frozenset[int] | None = None
-        path = _downloaded(data) if data.startswith(SCHEME) and not confined else Path(data).expanduser()
+        path = self._path = _downloaded(data) if data.startswith(SCHEME) and not confined else Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
             self.format, self.files = _folder_format(path, split, is_fetched)
@@ -138,6 +136,7 @@ class RowSource:
             self.format = "hub"
         if self.format == "folder" and confined:
             self.format, self.files = "arrow", _saved_files(path, split)
+            self._path = self.files[0] if self.files else path
         of_folder = path.rglob("*") if self.format == "folder" else ()
         self._identities = {file: FileIdentity.at(file) for file in (*self.files, *of_folder) if file.is_file()}
         if self.format in ("folder", "hub"):
@@ -170,35 +169,52 @@ class RowSource:
         """Return the number of rows, including unreadable rows.
 
         For Parquet files, saved datasets and hub datasets, the number is read from metadata. In all other formats, the rows are
-        read and counted.
+        read and counted; Arrow files are not decoded for it unless they are compressed.
         """
         if self._dataset is not None:
             return len(self._dataset)
-        if self.format == "jsonl":
+        if self.format == "jsonl" and not self.is_json_array():
             return sum(1 for _ in self._lines())
         if self.format == "parquet":
-            return sum(rows for rows, _ in self._parquet_descriptions())
+            return sum(_rows_of_parquet(file) for file in self.files)
+        if self.format == "arrow":
+            return sum(_rows_of_arrow(file) for file in self.files)
         return sum(1 for _ in self._rows())
+
+    def is_json_array(self) -> bool:
+        """Return True if a file contains a JSON array, which is read into memory as a whole."""
+        if self.format not in ("json", "jsonl"):
+            return False
+        for file in self.files:
+            with _as_dataset_error(file, self.format), open_text(file) as reader:
+                if reader.peek().lstrip().startswith(b"["):
+                    return True
+        return False
+
+    def _local_files(self) -> LocalFiles:
+        def read_json(file: Path) -> Iterator[JsonRow]:
+            with _as_dataset_error(file, self.format):
+                yield from _json(file)
+
+        form = "folder" if self._path.is_dir() else self.format
+        return LocalFiles(self._path, form, self.split, self.files, read_json if self.format in ("jsonl", "json") else None)
 
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        For Parquet files, saved datasets and hub datasets, the schema is read from metadata. In all other formats, all rows are
-        read.
+        The schema of local files, saved datasets and hub datasets is that of `datasets`. For other rows, all rows are read.
 
         Args:
-            usable: function that takes a row's columns and returns False if the row must not affect the schema. It is not
-                called if the schema is read from metadata.
+            usable: function that takes a row's columns and returns False if the row must not affect the schema. It is called
+                only if all rows are read.
 
         Raises:
             DatasetError: a column's values do not fit a single Arrow type.
         """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
-        if self.format == "parquet":
-            with _as_dataset_error(Path(self.name), self.format):
-                found = [schema for _, schema in self._parquet_descriptions()]
-                return pa.unify_schemas(found, promote_options="permissive")
+        if self.files:
+            return self._local_schema()
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
             # Table.from_pylist would use only the columns of the first row.
@@ -215,22 +231,15 @@ class RowSource:
     def has_column(self, *names: str) -> bool | None:
         """Return True if any row of the dataset has one of these columns, even if the column's value is null.
 
-        The columns of Parquet files, saved datasets and hub datasets are read from their metadata. In all other formats, rows
-        are read until one has such a column. For a `datasets.IterableDataset`, the result is None, because the search might
+        The columns of local files, saved datasets and hub datasets are those of `datasets`. Of other rows, rows are read until
+        one has such a column. For a `datasets.IterableDataset`, the result is None, because the search might
         never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
-        if self.format == "parquet":
-            return any(name in schema.names for _, schema in self._parquet_descriptions() for name in names)
+        if self.files:
+            return any(name in self._local_schema().names for name in names)
         return any(name in (columns or {}) for columns, _, _ in self._rows() for name in names)
-
-    def _parquet_descriptions(self) -> Iterator[tuple[int, pa.Schema]]:
-        """Yield (number of rows, schema) for each Parquet file."""
-        for file in self.files:
-            with _as_dataset_error(file, self.format):
-                opened = pq.ParquetFile(file)
-                yield opened.metadata.num_rows, opened.schema_arrow
 
     def _rows(self) -> Iterator[_Read]:
         for read in self._read():
@@ -242,15 +251,43 @@ class RowSource:
         if self._dataset is not None:
             yield from ((columns, None, bytes_of_images(columns)) for columns in rows_of_dataset(self._dataset))
             return
-        read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
-        for file in self.files:
-            with _as_dataset_error(file, self.format):
-                yield from read(file)
+        for item in self._local_files() if self.files else ():
+            if isinstance(item, str):
+                yield None, item, 0
+            else:
+                self._schema = item.schema
+                size = item.nbytes // max(1, len(item))
+                yield from ((columns, None, size) for columns in rows_of_table(item))
+
+    def _local_schema(self) -> pa.Schema:
+        """Return the schema of all rows of local files, which is that of the first rows."""
+        if self._schema is None:
+            self._schema = next((item.schema for item in self._local_files() if isinstance(item, pa.Table)), pa.schema([]))
+        return self._schema
 
     def _lines(self) -> Iterator[bytes]:
         for file in self.files:
             with _as_dataset_error(file, self.format), open_text(file) as reader:
                 yield from (line for line in reader if line.strip())
+
+
+def rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table, decoded as `datasets` decodes them."""
+    import datasets
+
+    features = datasets.Features.from_arrow_schema(table.schema)
+    return rows_of_dataset(datasets.Dataset(table, datasets.DatasetInfo(features=features), fingerprint="rows"))
+
+
+def table_of_rows(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Return rows (see `rows_of_table`) as a table with this schema."""
+    import datasets
+
+    if not rows:
+        return schema.empty_table()
+    features = datasets.Features.from_arrow_schema(schema)
+    columns = {name: [row.get(name) for row in rows] for name in features}
+    return datasets.Dataset.from_dict(columns, features=features).data.table.cast(schema)
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -320,7 +357,7 @@ def _as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
         yield
     except MemoryError:  # which may be an ArrowException too
         raise
-    except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"{file} cannot be read as {form}: {shortened((str(error) or type(error).__name__).splitlines()[0])}"
         ) from error
@@ -346,10 +383,8 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
     """
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()
-    import datasets
-
     try:
-        of_splits = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+        of_splits = open_builder(folder, "folder").config.data_files or {}
     except Exception as error:  # `datasets` raises exceptions of many types
         text = shortened(first_line(error))
         raise DatasetError(f"the folder {folder} cannot be read as a dataset ({type(error).__name__}: {text})") from error
@@ -358,6 +393,8 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
     files = of_splits[split] if split in of_splits else next(iter(of_splits.values()))
     data = tuple(Path(file) for file in files if dataset_suffix(file) is not None)
     formats = {_file_format(file) for file in data}
+    if not formats:
+        raise DatasetError(f"{folder} has no file whose name ends in {SUFFIXES_IN_WORDS}")
     if len(formats) != 1:
         raise DatasetError(f"{folder} has files in several formats: leave only one format, or pass a single file")
     return formats.pop(), data
@@ -444,12 +481,7 @@ def open_text(file: Path) -> Iterator[io.BufferedReader]:
         yield reader
 
 
-def _jsonl(file: Path) -> Iterator[_Read]:
-    with open_text(file) as reader:
-        yield from (_json_row(line) for line in reader if line.strip())
-
-
-def _json_row(line: bytes) -> _Read:
+def _json_row(line: bytes) -> JsonRow:
     """Return the row that a line of JSON contains.
 
     The row is unreadable if the line is not a JSON object, contains an unpaired surrogate or is nested too deeply.
@@ -458,16 +490,16 @@ def _json_row(line: bytes) -> _Read:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON: {error}", 0
-    return _object(value, len(line), text)
+        return None, f"not JSON: {error}"
+    return _object(value, text)
 
 
-def _object(value: Any, size: int, text: str) -> _Read:
+def _object(value: Any, text: str) -> JsonRow:
     """Convert a JSON value, decoded from `text`, to a row."""
     if not isinstance(value, dict):
-        return None, f"the row has type {type(value).__name__}; expected a JSON object", 0
+        return None, f"the row has type {type(value).__name__}; expected a JSON object"
     problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
-    return (value, None, size) if problem is None else (None, problem, 0)
+    return (value, None) if problem is None else (None, problem)
 
 
 def _surrogate_problem(value: Any) -> str | None:
@@ -484,7 +516,7 @@ def _surrogate_problem(value: Any) -> str | None:
     return None
 
 
-def _json(file: Path) -> Iterator[_Read]:
+def _json(file: Path) -> Iterator[JsonRow]:
     """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON Lines."""
     with open_text(file) as reader:
         while (head := reader.peek()) and not head.strip():
@@ -501,7 +533,7 @@ def _json(file: Path) -> Iterator[_Read]:
         raise DatasetError(f"{file} is not JSON: {error}") from error
 
 
-def _json_array(text: str) -> Iterator[_Read]:
+def _json_array(text: str) -> Iterator[JsonRow]:
     """Yield the rows of a JSON array. Raises ValueError if the text is not a JSON array."""
     decode = json.JSONDecoder().raw_decode
 
@@ -514,7 +546,7 @@ def _json_array(text: str) -> Iterator[_Read]:
         while True:
             begin = at
             value, at = decode(text, begin)
-            yield _object(value, at - begin, text[begin:at])
+            yield _object(value, text[begin:at])
             at = skip(at)
             if text[at : at + 1] == "]":
                 break
@@ -525,50 +557,17 @@ def _json_array(text: str) -> Iterator[_Read]:
         raise json.JSONDecodeError("Extra data", text, at + 1)
 
 
-def _csv(file: Path) -> Iterator[_Read]:
-    """Yield the rows of a CSV file.
-
-    Values are strings, also where all cells of a column are numbers, which `datasets` reads as such and TRL then refuses. An
-    empty cell becomes None. A record with too few or too many cells is an unreadable row.
-    """
-    csv.field_size_limit(1 << 30)
-    with open_text(file) as reader:
-        rows = csv.reader(io.TextIOWrapper(reader, encoding="utf-8", newline=""))
-        header = next(rows, None)
-        if not header:
-            raise DatasetError(f"{file} has no header line")
-        if len(set(header)) < len(header):
-            raise DatasetError(f"{file}: several columns have the same name: {shortened(', '.join(header))}")
-        for cells in rows:
-            if len(cells) != len(header):
-                yield None, f"the row has {counted(len(cells), 'column')}, but the header has {len(header)}", 0
-            else:
-                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, sum(map(len, cells))
+def _rows_of_parquet(file: Path) -> int:
+    with _as_dataset_error(file, "parquet"):
+        return int(pq.ParquetFile(file).metadata.num_rows)
 
 
-def _parquet(file: Path) -> Iterator[_Read]:
-    opened = pq.ParquetFile(file)
-    groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
-    row_bytes = sum(group.total_byte_size for group in groups) // max(1, opened.metadata.num_rows)
-    rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(1, row_bytes)))
-    yield from _rows_of(opened.iter_batches(rows))
-
-
-def _arrow(file: Path) -> Iterator[_Read]:
-    with pa.memory_map(str(file)) as source:
+def _rows_of_arrow(file: Path) -> int:
+    """Return the number of rows in an Arrow file or stream. Only compressed batches are decoded."""
+    with _as_dataset_error(file, "arrow"), pa.memory_map(str(file)) as source:
         try:
             reader = pa.ipc.open_file(source)
-            batches: Iterable[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            return sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
         except pa.ArrowInvalid:
             source.seek(0)
-            batches = pa.ipc.open_stream(source)
-        yield from _rows_of(batches)
-
-
-def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[_Read]:
-    for batch in batches:
-        batch.validate(full=True)  # invalid offsets would expose other memory of this process
-        size = batch.nbytes // max(1, batch.num_rows)
-        for start in range(0, batch.num_rows, BATCH_ROWS):
-            for row in batch.slice(start, BATCH_ROWS).to_pylist():
-                yield row, None, size
+            return sum(batch.num_rows for batch in pa.ipc.open_stream(source))

@@ -25,8 +25,8 @@ class TokenizedWindows(Protocol):
 
     def __iter__(self) -> Iterator[TokenizedRows]: ...
 
-    def count(self) -> int:
-        """Return the number of rows, including unreadable rows."""
+    def count(self) -> int | None:
+        """Return the number of rows, including unreadable rows, or None if it is not counted."""
 
     def stop(self) -> None:
         """Stop all iterations, in any thread: they raise StoppedError."""
@@ -75,9 +75,9 @@ class TokenizedDataset:
         """Stop all iterations, in any thread: the current iterations and all later ones raise StoppedError."""
         self._stopped.set()
 
-    def count(self) -> int:
-        """Return the number of rows, including unreadable rows."""
-        return self.source.count()
+    def count(self) -> int | None:
+        """Return the number of rows, including unreadable rows; None for a JSON array, which would be in memory twice."""
+        return None if self.source.is_json_array() else self.source.count()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
         return tokenize_dataset(
@@ -91,6 +91,8 @@ class TokenizedDataset:
 
 class RowCount:
     """The number of a dataset's rows, which is counted in another thread, because text files must be read to their end for it.
+
+    The rows of a JSON array are not counted, because the whole array would be in memory twice.
 
     Attributes:
         rows: number of rows, including unreadable rows; None while it is not known.

@@ -149,7 +149,7 @@ def collect(
     parts: list[dict[str, npt.NDArray[Any]]] = []
     for window in dataset:
         if watcher and not coverage.rows:
-            watcher.begin(dataset.count())
+            watcher.begin(dataset.source.count())
         coverage.rows = window.last_row + 1
         problems = dict(window.problems)
         if len(window.table):

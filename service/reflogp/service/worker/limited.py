@@ -28,6 +28,8 @@ from reflogp.scoring.machine import quiet_libraries, usable_cores
 _POLL_SECONDS = 0.1
 #: Maximum number of bytes of a message. A longer one comes from a process that a file has taken over.
 _MOST_BYTES = 4 << 30
+#: Maximum number of bytes of a file that the process writes, such as a decompressed copy.
+_MOST_FILE_BYTES = 32 << 30
 #: Exit status of a process in which a MemoryError was raised.
 _OUT_OF_MEMORY = 3
 #: Maximum number of threads of each pool.
@@ -124,6 +126,7 @@ def _run(connection: Connection, memory: int, function: Callable[..., None], arg
         os.dup2(2, 1)  # what libraries print must not mix with a worker's frames
         quiet_libraries()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_FILE_BYTES, _MOST_FILE_BYTES))
         if sys.platform == "linux":
             _reserve_little()
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Reading:
         tokenizer_digest: digest of the tokenizer's files.
         row_seconds: seconds of processor time for a row.
         memory: bytes of memory for the process, in addition to the memory that its libraries take.
+        folder: folder for temporary files; None for the default.
     """
 
     file: str
@@ -88,6 +90,7 @@ class Reading:
     tokenizer_digest: str
     row_seconds: float
     memory: int
+    folder: str | None = None
 
     def open_image(self) -> OpenFile:
         """Return the function that opens the image files that rows name."""
@@ -115,6 +118,13 @@ def read_rows(
             at the same place where it was at no row.
         FileChangedError: the tokenizer's files have changed since their digest was computed.
     """
+    with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:  # a process that is killed cannot delete its files
+        yield from _read_again_and_again(replace(reading, folder=folder), check, load_vision)
+
+
+def _read_again_and_again(
+    reading: Reading, check: Callable[[], None], load_vision: Callable[[], VisionProcessor | None]
+) -> Iterator[TokenizedRows]:
     after, alone, bad, slow = -1, False, dict[int, str](), 0
     vision: VisionProcessor | None = None
     while True:
@@ -148,8 +158,10 @@ def read_rows(
 
 def count_rows(reading: Reading, check: Callable[[], None]) -> int:
     """Return the number of rows, including unreadable rows. Raises DatasetError, or ProcessEndedError."""
-    with closing(messages(_count, reading, memory=reading.memory, check=check)) as received:
-        head, _ = _parts(next(received))
+    with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
+        counted = replace(reading, folder=folder)
+        with closing(messages(_count, counted, memory=reading.memory, check=check)) as received:
+            head, _ = _parts(next(received))
     return int(head["count"])
 
 
@@ -236,6 +248,7 @@ class _Rows(RowSource):
             signal.setitimer(signal.ITIMER_PROF, _MANY_SECONDS)
 
         check()
+        tempfile.tempdir = reading.folder
         super().__init__(
             reading.file,
             reading.split,

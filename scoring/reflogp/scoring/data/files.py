@@ -1,0 +1,199 @@
+"""Read local files through `datasets`, so that rows have the columns and types that a trainer sees.
+
+`datasets` gives all rows the types of the first ones: it fills missing keys of messages with nulls, orders keys alike, and
+turns whole numbers into floats if others have a fraction. A chat template shows such differences. The files are streamed, so
+that the first rows come at once and nothing is written to the cache of `datasets`. `load_dataset` casts tables when it writes
+them to this cache; here, `LocalFiles` does.
+
+If a single line of a JSON file is bad, `datasets` reads no row of the file. The file is then read from a copy without its bad
+rows.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from reflogp.scoring.data.shape import TEXT_COLUMNS
+from reflogp.scoring.errors import DatasetError
+from reflogp.store.texts import shortened
+
+#: Dict from each suffix of compressed text files to Arrow's name for the compression method.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+#: Maximum number of rows, and approximate maximum number of bytes, that are decoded at once from a Parquet file.
+BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
+#: Suffixes of compressed files for which `datasets` needs a package that may not be installed.
+_DECOMPRESSED = (".zst", ".lz4")
+
+#: (columns, None) of a row of a JSON file, or (None, reason) for a row that cannot be read.
+JsonRow = tuple[dict[str, Any] | None, str | None]
+#: Function that yields the rows of a JSON file.
+ReadJson = Callable[[Path], Iterator[JsonRow]]
+
+
+def open_builder(path: Path, form: str) -> Any:
+    """Return the `datasets` builder that `load_dataset` uses for a folder (format "folder") or for one file."""
+    import datasets
+
+    # `datasets` logs the errors that it raises.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    if form == "folder":
+        return datasets.load_dataset_builder(str(path))
+    with_tabs = {"sep": "\t"} if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else {}
+    return datasets.load_dataset_builder("json" if form == "jsonl" else form, data_files=glob.escape(str(path)), **with_tabs)
+
+
+class LocalFiles:
+    """One pass over the files of a split.
+
+    Args:
+        path: a file, or a folder of which `datasets` decides which files belong to a split.
+        form: format of the file, or "folder".
+        split: the split of a folder.
+        files: the files of this split that are read.
+        read_json: how to read a JSON file of which `datasets` reads no row; None if the files are not JSON.
+    """
+
+    def __init__(self, path: Path, form: str, split: str, files: tuple[Path, ...], read_json: ReadJson | None) -> None:
+        self._builder, self._is_folder = open_builder(path, form), form == "folder"
+        if self._builder.name == "parquet":
+            self._builder.config.batch_size = _rows_at_once(files[0])  # instead of a row group
+        #: The files of each split, in the order of `datasets`.
+        self._splits: dict[str, list[str]] = self._builder.config.data_files
+        self._split, self._files, self._read_json = split, files, read_json
+        self._features: Any = None
+        self._rows = 0
+
+    def __iter__(self) -> Iterator[pa.Table | str]:
+        """Yield the rows in order, as tables with equal schemas. For a row that cannot be read, yield the reason.
+
+        Raises DatasetError if the rest of a file cannot be read.
+        """
+        with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
+            copy = Path(folder) / "copy"
+            first = next(iter(self._splits))
+            if self._is_folder and first != self._split:  # the types of all splits are those of the first split's first rows
+                next(self._of_file(Path(self._splits[first][0]), copy), None)
+            for file in self._files:
+                for item in self._of_file(file, copy):
+                    self._rows += _length(item)
+                    yield item
+
+    def _of_file(self, file: Path, copy: Path) -> Iterator[pa.Table | str]:
+        """Yield a file's rows. If `datasets` cannot read the file, write its good rows to `copy`, and read that."""
+        readable, done = file, 0
+        if file.suffix.lower() in _DECOMPRESSED:
+            readable = copy
+            with pa.input_stream(str(file), compression=COMPRESSIONS[file.suffix.lower()]) as packed, copy.open("wb") as sink:
+                shutil.copyfileobj(packed, sink)
+        try:
+            for table in self._tables(readable):
+                done += len(table)
+                yield table
+            return
+        except MemoryError:
+            raise
+        except Exception as error:  # `datasets` raises exceptions of many types
+            refusal = self._refusal(file, error)
+            if self._read_json is None:
+                raise refusal from error
+            problems, good_rows = _write_good_rows(self._read_json(file), copy)
+            if good_rows and not problems:
+                raise refusal from error
+        try:
+            for item in _with_problems(self._tables(copy) if good_rows else (), problems):
+                if done < _length(item):
+                    yield item if isinstance(item, str) else item[done:]
+                done = max(0, done - _length(item))
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._refusal(file, error) from error
+
+    def _tables(self, file: Path) -> Iterator[pa.Table]:
+        import datasets
+        from datasets.table import table_cast
+
+        self._builder.config.data_files = {self._split: [str(file)]}
+        stream = self._builder.as_streaming_dataset(split=self._split)
+        for _, table in stream._ex_iterable.iter_arrow():
+            if self._builder.name == "arrow":
+                table.validate(full=True)  # invalid offsets would expose other memory of this process
+            if self._features is None:
+                self._features = self._builder.info.features or datasets.Features.from_arrow_schema(table.schema)
+                self._builder.info.features = self._features
+                numbers = _columns_of_numbers(self._features) if self._builder.name == "csv" else ()
+                if numbers:  # cells of a CSV file such as 4 or 007, which no trainer takes unless they are read as text
+                    self._features |= {name: datasets.Value("string") for name in numbers}
+                    self._builder.config.features = self._features
+                    yield from self._tables(file)
+                    return
+            yield table_cast(table, self._features.arrow_schema)
+
+    def _refusal(self, file: Path, error: Exception) -> DatasetError:
+        if isinstance(error, DatasetError):
+            return error
+        rest = f" from row {self._rows} on" if self._rows else ""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return DatasetError(f"{file} cannot be read as {self._builder.name}{rest}: {shortened(reason)}")
+
+
+def _rows_at_once(file: Path) -> int:
+    metadata = pq.read_metadata(file)
+    size = sum(int(metadata.row_group(number).total_byte_size) for number in range(metadata.num_row_groups))
+    return max(1, min(BATCH_ROWS, _BATCH_BYTES * int(metadata.num_rows) // max(1, size)))
+
+
+def _columns_of_numbers(features: Any) -> list[str]:
+    types = features.arrow_schema
+    return [
+        name
+        for name in TEXT_COLUMNS
+        if name in features and (pa.types.is_primitive(types.field(name).type) and not pa.types.is_null(types.field(name).type))
+    ]
+
+
+def _length(item: pa.Table | str) -> int:
+    return 1 if isinstance(item, str) else len(item)
+
+
+def _write_good_rows(rows: Iterator[JsonRow], file: Path) -> tuple[dict[int, str], int]:
+    """Write the rows that can be read to a file of JSON Lines. Return (dict from bad rows' numbers to reasons, number of rows
+    written)."""
+    problems: dict[int, str] = {}
+    written = 0
+    with file.open("w", encoding="utf-8") as copy:
+        for number, (row, problem) in enumerate(rows):
+            if problem is None:
+                try:
+                    copy.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                    written += 1
+                    continue
+                except ValueError as error:
+                    problem = f"not JSON: {error}"
+            problems[number] = str(problem)
+    return problems, written
+
+
+def _with_problems(tables: Iterable[pa.Table], problems: dict[int, str]) -> Iterator[pa.Table | str]:
+    """Yield the tables of the good rows and, where a bad row was, the reason."""
+    at, bad = 0, deque(sorted(problems))
+    for table in tables:
+        while len(table):
+            while bad and bad[0] == at:
+                yield problems[bad.popleft()]
+                at += 1
+            count = min(len(table), bad[0] - at) if bad else len(table)
+            yield table[:count]
+            table, at = table[count:], at + count
+    yield from (problems[number] for number in bad)
