@@ -66,8 +66,6 @@ class LocalFiles:
 
     def __init__(self, path: Path, form: str, split: str, files: tuple[Path, ...], read_json: ReadJson | None) -> None:
         self._builder, self._is_folder = open_builder(path, form), form == "folder"
-        if self._builder.name == "parquet":
-            self._builder.config.batch_size = _rows_at_once(files[0])  # instead of a row group
         #: The files of each split, in the order of `datasets`.
         self._splits: dict[str, list[str]] = self._builder.config.data_files
         self._split, self._files, self._read_json = split, files, read_json
@@ -125,6 +123,8 @@ class LocalFiles:
         from datasets.table import table_cast
 
         self._builder.config.data_files = {self._split: [str(file)]}
+        if self._builder.name == "parquet":
+            self._builder.config.batch_size = _rows_at_once(file)  # instead of a row group
         stream = self._builder.as_streaming_dataset(split=self._split)
         for _, table in stream._ex_iterable.iter_arrow():
             if self._builder.name == "arrow":

@@ -64,8 +64,8 @@ class Row:
         number: row number in the dataset, starting at 0.
         columns: columns of the row; None for an unreadable row.
         problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes. Only the images are counted if the dataset is saved, a Python object, or from
-            the Hub.
+        size: approximate size of the row in bytes. Only the images are counted for saved datasets, hub datasets and Python
+            objects.
     """
 
     number: int

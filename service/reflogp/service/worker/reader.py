@@ -119,10 +119,10 @@ def read_rows(
         FileChangedError: the tokenizer's files have changed since their digest was computed.
     """
     with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:  # a process that is killed cannot delete its files
-        yield from _read_again_and_again(replace(reading, folder=folder), check, load_vision)
+        yield from _read_on(replace(reading, folder=folder), check, load_vision)
 
 
-def _read_again_and_again(
+def _read_on(
     reading: Reading, check: Callable[[], None], load_vision: Callable[[], VisionProcessor | None]
 ) -> Iterator[TokenizedRows]:
     after, alone, bad, slow = -1, False, dict[int, str](), 0
