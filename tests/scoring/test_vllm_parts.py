@@ -21,12 +21,11 @@ from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
-from reflogp.scoring.torch_engine.sequences import SequenceImages
+from reflogp.scoring.torch_engine.sequences import SequenceImages, prefix_order
 from reflogp.scoring.vllm_engine import engine as vllm_engine
 from reflogp.scoring.vllm_engine.answers import (
     Answer,
     Request,
-    RequestImages,
     VllmEndedError,
     answers_of,
     answers_table,
@@ -35,9 +34,10 @@ from reflogp.scoring.vllm_engine.answers import (
     requests_body,
     requests_of,
 )
-from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache, sharing_order
+from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache
 from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
 from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, question, values
+from reflogp.scoring.wire import SentImages
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
 from reflogp.store.schema import stream_bytes
@@ -63,7 +63,7 @@ def hit(sequence, others, block):
 @given(st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=12), st.integers(1, 5))
 def test_no_reader_can_hit_into_its_completion(pairs, block):
     sequences = [Sequence(prompt, completion) for prompt, completion in pairs]
-    order = sharing_order(sequences)
+    order = prefix_order([sequence.ids() for sequence in sequences])
     assert sorted(order) == list(range(len(sequences)))
     ordered = [sequences[at] for at in order]
     for at, (sequence, reads) in enumerate(zip(ordered, may_read_cache(ordered, block), strict=True)):
@@ -76,7 +76,7 @@ def test_no_reader_can_hit_into_its_completion(pairs, block):
 
 def test_the_order_is_the_dictionarys_whatever_the_ids():
     sequences = [Sequence([256], [1]), Sequence([1], [0]), Sequence([1, 256], [0]), Sequence([1, 2], [70_000])]
-    assert sharing_order(sequences) == [1, 3, 2, 0]
+    assert prefix_order([sequence.ids() for sequence in sequences]) == [1, 3, 2, 0]
 
 
 def packed(logps):
@@ -141,10 +141,10 @@ def test_only_log_probs_are_believed():
 
 
 def test_requests_with_images_cross_the_pipe_with_each_image_once():
-    images = RequestImages((b"a" * 16, b"b" * 16), (1, 2), (b"file a", b"file b"), 9)
+    images = SentImages((b"a" * 16, b"b" * 16), (1, 2), (b"file a", b"file b"), 9)
     sent = [
         (7, Request(np.array([5, 2**31 + 1, 2**32 - 1, 2**31, 6]), 4, True, images)),
-        (8, Request(np.array([2**31 + 1, 6]), 1, False, RequestImages((b"a" * 16,), (1,), (b"file a",), 9))),
+        (8, Request(np.array([2**31 + 1, 6]), 1, False, SentImages((b"a" * 16,), (1,), (b"file a",), 9))),
         (9, REQUEST),
     ]
     body = requests_body(sent)

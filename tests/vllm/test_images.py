@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from reflogp.scoring import EngineChoice, score
 from reflogp.scoring.errors import InvalidSequencesError
 from reflogp.scoring.torch_engine.sequences import Sequence
-from reflogp.scoring.vllm_engine.answers import Request, RequestImages
+from reflogp.scoring.vllm_engine.answers import Request
+from reflogp.scoring.wire import SentImages
 from reflogp.store.images import FIRST_IMAGE_ID
 from tests import vision_models
 from tests.scoring.test_images import PROCESSORS, engine_sequences, plain_forward, rows
@@ -81,7 +82,7 @@ def request(sequence, padding=0) -> Request:
     """What the engine asks for a sequence, with tokens in front of it."""
     images = sequence.images
     files = tuple(image.encoded() for image in images.pictures)
-    sent = RequestImages(images.digests, images.counts, files, images.vision.image_token_id)
+    sent = SentImages(images.digests, images.counts, files, images.vision.image_token_id)
     ids = np.concatenate([np.full(padding, 5), sequence.ids()])
     return Request(ids, padding + len(sequence.prompt_ids), True, sent)
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from reflogp.store.errors import UsageError
 from reflogp.store.keys import token_lists
 from reflogp.store.texts import counted, short_repr
-from reflogp.store.windows import windows
+from reflogp.store.windows import Windows, windows
 
 #: Dict from each completion column to its reference column, which contains the summed reference log-probs. The names are the
 #: same as in TRL (trl/trainer/dpo_trainer.py and kto_trainer.py, `_set_signature_columns_if_needed`).
@@ -149,6 +149,13 @@ def completion_columns(names: list[str]) -> dict[str, str]:
     )
 
 
+def windows_of(table: pa.Table, max_length: int | None, truncation_mode: str) -> dict[str, Windows]:
+    """Return the sequences that are looked up for each completion column of a tokenized table; see `windows`."""
+    columns = completion_columns(table.column_names)
+    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # the prompts are parsed once for all completion columns
+    return {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
+
+
 def join_logps(
     tables: pa.Table | Iterable[pa.Table],
     lookup: LogpLookup,
@@ -254,11 +261,9 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
 
 
 def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:
-    columns = completion_columns(table.column_names)
-    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # the prompts are parsed once for all completion columns
-    views = {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
+    views = windows_of(table, max_length, truncation_mode)
     return Asked(
-        columns,
+        completion_columns(table.column_names),
         {name: view.keys() for name, view in views.items()},
         {name: view.needed for name, view in views.items()},
         next(iter(views.values())).dropped,

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from reflogp.scoring.torch_engine.sequences import common_prefix
 from reflogp.store.keys import list_lengths
 from reflogp.store.windows import without_first
 
@@ -174,8 +175,7 @@ def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     start: Uint32s = values[offsets[0] : offsets[0] + list_lengths(prompts).min()]
     for at in offsets[:-1]:
-        differs = np.flatnonzero(values[at : at + len(start)] != start)
-        start = start[: differs[0]] if len(differs) else start
+        start = start[: common_prefix(start, values[at : at + len(start)])]
     return start
 
 
@@ -196,16 +196,8 @@ def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDAr
     Args:
         left, right: large_list<uint32> with n lists each, as returned by `keys.token_lists`.
     """
-    left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
-    compared = np.minimum(np.diff(left_at), np.diff(right_at))
-    begins = np.concatenate([[0], np.cumsum(compared)])
-    within = np.arange(begins[-1]) - np.repeat(begins[:-1], compared)
-    tokens = [
-        lists.values.to_numpy()[np.repeat(at[:-1], compared) + within] for lists, at in ((left, left_at), (right, right_at))
-    ]
-    differs_at = np.where(tokens[0] == tokens[1], np.iinfo(np.int64).max, within)
-    first = np.minimum.reduceat(np.append(differs_at, 0), begins[:-1]) if len(compared) else compared
-    return np.where(compared > 0, np.minimum(first, compared), 0).astype(np.int32)
+    pairs = zip(*(np.split(lists.values.to_numpy(), lists.offsets.to_numpy())[1:-1] for lists in (left, right)), strict=True)
+    return np.array([common_prefix(one, other) for one, other in pairs], np.int32)
 
 
 def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: float) -> npt.NDArray[np.float32]:

@@ -24,10 +24,10 @@ from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
-from reflogp.store.joins import completion_columns
+from reflogp.store.joins import windows_of
 from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, hide_secrets, short_repr
-from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
+from reflogp.store.windows import TrainerSettings, Windows, check_truncation
 
 #: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
 _WINDOWS_AHEAD = 2
@@ -228,10 +228,9 @@ def _looked_up(dataset: TokenizedWindows, before: Snapshot, settings: TrainerSet
     began = time.monotonic()
     for window in dataset:
         record("read and tokenize", time.monotonic() - began, rows=len(window.table), tokens=window.tokens())
-        columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
-        cut = settings.max_length, settings.truncation_mode
         with span("look up", rows=len(window.table)) as looking_up:
-            views = [windows(window.table["prompt_ids"], window.table[c], *cut) for c in columns]
+            cut = settings.max_length, settings.truncation_mode
+            views = windows_of(window.table, *cut).values() if len(window.table) else ()
             keys = [view.keys() for view in views]
             looked_up = [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)]
             hits = sum(int((found.lengths >= view.needed).sum()) for view, _, found in looked_up)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.torch_engine.sequences import Sequence, common_prefix, prefix_order
 from reflogp.store.images import FIRST_IMAGE_ID
 
 Int64s = npt.NDArray[np.int64]
@@ -86,8 +85,7 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
             again for each sequence.
     """
     ids = [sequence.ids() for sequence in sequences]
-    order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())
-    groups = _groups(ids, order, token_budget, min_shared)
+    groups = _groups(ids, prefix_order(ids), token_budget, min_shared)
     for chosen in _fill(groups, token_budget):
         yield _pack(sequences, ids, chosen)
 
@@ -111,7 +109,7 @@ def _groups(ids: list[Int64s], order: list[int], token_budget: int, min_shared: 
     members: list[tuple[int, int]] = []
     tokens = 0
     for at, index in enumerate(order):
-        shared = _common_prefix(ids[order[at - 1]], ids[index]) if members else 0
+        shared = _shared_prefix(ids[order[at - 1]], ids[index]) if members else 0
         added = len(ids[index]) - shared
         if members and (shared < min_shared or tokens + added > token_budget):
             groups.append(_Group(members, tokens))
@@ -197,16 +195,13 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
     return ends
 
 
-def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return the number of tokens in the prefix that two sequences share.
+def _shared_prefix(left: Int64s, right: Int64s) -> int:
+    """Return the number of leading tokens that two sequences may share in a pack.
 
     The prefix contains only whole images. If images follow each other without text between them, the prefix contains either
     all of these images or none.
     """
-    shorter = min(len(left), len(right))
-    differ: Any = left[:shorter] != right[:shorter]
-    first = int(differ.argmax()) if shorter else 0
-    shared = first if shorter and differ[first] else shorter
+    shared = common_prefix(left, right)
     if any(len(side) > shared and side[shared] >= FIRST_IMAGE_ID for side in (left, right)):
         while shared and right[shared - 1] >= FIRST_IMAGE_ID:
             shared -= 1

@@ -124,6 +124,42 @@ class Sequence:
         return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.vision.image_token_id, ids)
 
 
+def picture_files(sequences: Iterable[Sequence]) -> tuple[dict[bytes, bytes], dict[int, str]]:
+    """Read the image files of sequences, each distinct image once.
+
+    Returns:
+        A dict from each image's digest to the bytes of its file, and a dict from the index of each sequence of which an image
+        cannot be read to the reason.
+    """
+    files: dict[bytes, bytes] = {}
+    unreadable: dict[bytes, str] = {}
+    problems: dict[int, str] = {}
+    for index, sequence in enumerate(sequences):
+        for picture in () if sequence.images is None else sequence.images.pictures:
+            if picture.digest not in files and picture.digest not in unreadable:
+                try:
+                    files[picture.digest] = picture.encoded()
+                except ValueError as error:
+                    unreadable[picture.digest] = str(error)
+            if picture.digest in unreadable:
+                problems[index] = unreadable[picture.digest]
+    return files, problems
+
+
+def prefix_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
+    """Return indices that sort lists of token ids, so that lists with long common prefixes are adjacent."""
+    # Big-endian bytes sort in the same order as the numbers.
+    return sorted(range(len(ids)), key=lambda index: ids[index].astype(">u4").tobytes())
+
+
+def common_prefix(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> int:
+    """Return the number of leading tokens that two arrays of token ids share."""
+    shorter = min(len(left), len(right))
+    differ: Any = left[:shorter] != right[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter
+
+
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
     """Return why this sequence cannot be scored with the model, or None if it can."""
     if not len(sequence.prompt_ids):

@@ -15,28 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
+from reflogp.scoring.wire import SentImages, SentSequence, decode_sequences, encode_sequences
 from reflogp.store.images import FIRST_IMAGE_ID
-from reflogp.store.schema import stream_bytes
 
 #: Upper limit for log-probs, which rounding can make slightly positive. A greater value comes from uninitialized memory: vLLM's
 #: older model runner returns the contents of such memory in place of log-probs that it did not compute.
 _ROUNDING = 1e-3
-
-
-class RequestImages(NamedTuple):
-    """The images of a request, in the order in which they appear in the prompt.
-
-    Attributes:
-        digests: each image's `pixel_digest` (see reflogp.store.images).
-        counts: number of image tokens of each image.
-        files: each image as the bytes of an image file.
-        token: id of the model's image token. The model gets this id wherever `Request.ids` contains an image id.
-    """
-
-    digests: tuple[bytes, ...]
-    counts: tuple[int, ...]
-    files: tuple[bytes, ...]
-    token: int
 
 
 class Request(NamedTuple):
@@ -53,7 +37,7 @@ class Request(NamedTuple):
     ids: npt.NDArray[np.int64]
     prompt_len: int
     reads_cache: bool
-    images: RequestImages | None = None
+    images: SentImages | None = None
 
     def model_ids(self) -> list[int]:
         """Return the token ids that the model gets: `ids` with each image id replaced by the model's image token."""
@@ -106,23 +90,6 @@ def problem_of_answer(values: Any) -> str:
     return "vLLM returned no valid log-probs for the sequence, even without the prefix cache; use --engine torch"
 
 
-#: Schema of requests. `number` identifies a request. `ids`, `prompt_len` and `reads_cache` are the fields of Request. `images`
-#: contains the row numbers of the request's images in the table of images (schema PICTURES). `counts` and `image_token` are the
-#: fields `counts` and `token` of RequestImages. The last three columns are null for a request without images.
-REQUESTS = pa.schema(
-    [
-        ("number", pa.int64()),
-        ("ids", pa.list_(pa.int64())),
-        ("prompt_len", pa.int32()),
-        ("reads_cache", pa.bool_()),
-        ("images", pa.list_(pa.int32())),
-        ("counts", pa.list_(pa.int32())),
-        ("image_token", pa.int64()),
-    ]
-)
-#: Schema of the distinct images of a list of requests. `digest` is the image's `pixel_digest`, and `file` contains the bytes of
-#: an image file.
-PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
 #: Schema of responses. `number` is the request's number. `token_logps` contains the completion's log-probs, or null if vLLM
 #: returned no log-probs. `cached` is the number of tokens that were read from the prefix cache. `problem` says why vLLM cannot
 #: score the sequence, or is null.
@@ -132,40 +99,23 @@ ANSWERS = pa.schema(
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Encode (number, request) pairs as two Arrow IPC streams, one after the other.
-
-    The first stream contains the requests (schema REQUESTS), and the second their distinct images (schema PICTURES).
-    """
-    places: dict[bytes, int] = {}
-    files: list[bytes] = []
-    rows = []
-    for number, request in requests:
-        images = request.images
-        for digest, file in [] if images is None else zip(images.digests, images.files, strict=True):
-            if digest not in places:
-                places[digest] = len(files)
-                files.append(file)
-        shown: tuple[Any, ...] = (None, None, None)
-        if images is not None:
-            shown = ([places[digest] for digest in images.digests], images.counts, images.token)
-        rows.append((number, request.ids, request.prompt_len, request.reads_cache, *shown))
-    return stream_bytes(_table(rows, REQUESTS)) + stream_bytes(_table(zip(places, files, strict=True), PICTURES))
+    """Encode (number, request) pairs; see `encode_sequences`."""
+    numbered = list(requests)
+    columns = {
+        "number": pa.array([number for number, _ in numbered], pa.int64()),
+        "reads_cache": pa.array([request.reads_cache for _, request in numbered], pa.bool_()),
+    }
+    return encode_sequences([SentSequence(each.ids, each.prompt_len, each.images) for _, each in numbered], columns)
 
 
 def requests_of(body: bytes) -> list[tuple[int, Request]]:
     """Decode the (number, request) pairs that `requests_body` encoded."""
-    reader = pa.BufferReader(body)
-    columns = pa.ipc.open_stream(reader).read_all()
-    sent = pa.ipc.open_stream(reader).read_all().to_pydict()
-    found = []
-    for row in columns.to_pylist():
-        images = None
-        if row["images"] is not None:
-            digests, files = (tuple(sent[name][at] for at in row["images"]) for name in PICTURES.names)
-            images = RequestImages(digests, tuple(row["counts"]), files, row["image_token"])
-        ids = np.array(row["ids"], np.int64)
-        found.append((row["number"], Request(ids, row["prompt_len"], row["reads_cache"], images)))
-    return found
+    sequences, table, _ = decode_sequences(body)
+    numbers, reads = (table[name].to_pylist() for name in ("number", "reads_cache"))
+    return [
+        (number, Request(sent.ids, sent.prompt_len, reads_cache, sent.images))
+        for number, reads_cache, sent in zip(numbers, reads, sequences, strict=True)
+    ]
 
 
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
@@ -173,7 +123,9 @@ def answers_table(answers: Iterable[Answer]) -> pa.Table:
 
     The `at` of each response must be the number that `requests_body` encoded with the request, not the request's index.
     """
-    return _table(answers, ANSWERS)
+    columns = list(zip(*answers, strict=True)) or [() for _ in ANSWERS]
+    arrays = [pa.array(list(column), field.type) for column, field in zip(columns, ANSWERS, strict=True)]
+    return pa.table(arrays, schema=ANSWERS)
 
 
 def answers_of(body: bytes) -> Iterator[Answer]:
@@ -182,8 +134,3 @@ def answers_of(body: bytes) -> Iterator[Answer]:
     values = (np.asarray(entry.values) if entry.is_valid else None for entry in table["token_logps"])
     rest = (table[name].to_pylist() for name in ("cached", "problem"))
     return (Answer(*row) for row in zip(table["number"].to_pylist(), values, *rest, strict=True))
-
-
-def _table(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
-    columns = list(zip(*rows, strict=True)) or [() for _ in schema]
-    return pa.table([pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)], schema=schema)

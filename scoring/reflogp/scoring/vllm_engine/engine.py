@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
-
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine.sequences import (
     Logps,
@@ -27,25 +25,22 @@ from reflogp.scoring.torch_engine.sequences import (
     Sequence,
     SequenceImages,
     TokenCounts,
+    common_prefix,
     in_order,
     passes_over,
+    picture_files,
+    prefix_order,
     problem_of,
 )
 from reflogp.scoring.vllm_engine.answers import (
     Answer,
     Request,
-    RequestImages,
     VllmEndedError,
     believable,
     problem_of_answer,
 )
+from reflogp.scoring.wire import sent_images
 from reflogp.store import Reference
-
-
-def sharing_order(sequences: Several[Sequence]) -> list[int]:
-    """Return indices that sort the sequences by token ids, so that sequences with long common prefixes are adjacent."""
-    # Big-endian bytes sort in the same order as the numbers.
-    return sorted(range(len(sequences)), key=lambda at: sequences[at].ids().astype(">u4").tobytes())
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
@@ -57,23 +52,15 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
     before or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
 
     Args:
-        ordered: sequences in the order of `sharing_order`.
+        ordered: sequences in the order of `prefix_order`.
         block_size: number of tokens in a cache block.
     """
-    common = [0, *(common_prefix(a, b) for a, b in pairwise(ordered)), 0]
+    common = [0, *(common_prefix(a, b) for a, b in pairwise(sequence.ids() for sequence in ordered)), 0]
     longest = [max(before, after) for before, after in pairwise(common)]
     return [
         length // block_size * block_size <= len(sequence.prompt_ids) - 1
         for length, sequence in zip(longest, ordered, strict=True)
     ]
-
-
-def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Return the length of the common prefix of two sequences. The prefix may extend into their completions."""
-    a, b = one.ids(), other.ids()
-    size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 #: `passes` splits its sequences into groups of at most this many. The sequences of a group are sorted together, and can read
@@ -270,7 +257,7 @@ class VllmEngine:
                 if not line and group is not None and (group := next(groups, None)):
                     numbers = range(count, count := count + len(group))
                     sequences.update(zip(numbers, group, strict=True))
-                    ordered = [numbers[at] for at in sharing_order(group)]
+                    ordered = [numbers[at] for at in prefix_order([sequence.ids() for sequence in group])]
                     readers |= self._readers(sequences, ordered)
                     salt = uuid.uuid4().hex  # this group must not read other groups' cache entries
                     line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
@@ -367,9 +354,10 @@ class _Flight:
         self._transport = transport
         self._sequences = sequences
         self._salt = asked.salt
-        self._files: dict[bytes, bytes] = {}
-        self._unread: list[tuple[int, Outcome]] = []
-        self._asked, self._answers = self._ask(self.indices, readers)
+        self._files, unreadable = picture_files(sequences[index] for index in self.indices)
+        self._unread: list[tuple[int, Outcome]] = [(self.indices[at], problem) for at, problem in unreadable.items()]
+        self._asked = [index for at, index in enumerate(self.indices) if at not in unreadable]
+        self._answers = self._ask(self._asked, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
         """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes.
@@ -387,37 +375,20 @@ class _Flight:
             else:
                 doubtful.append(index)
         self.retries += len(doubtful)
-        again, answers = self._ask(doubtful, ())
-        for at, values, cached, problem in answers:
-            good = problem is None and believable(values, cached, self._sequences[again[at]])
-            outcomes.append((again[at], values if good else problem or problem_of_answer(values)))
+        for at, values, cached, problem in self._ask(doubtful, ()):
+            good = problem is None and believable(values, cached, self._sequences[doubtful[at]])
+            outcomes.append((doubtful[at], values if good else problem or problem_of_answer(values)))
         return [*self._unread, *outcomes]
 
-    def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
-        """Send requests for some sequences; return (indices of the sequences that were sent, iterator over the responses).
-
-        If an image cannot be read or encoded, its sequence is not sent, and the sequence's outcome is the error message.
-        """
-        requests: dict[int, Request] = {}
+    def _ask(self, indices: list[int], readers: Collection[int]) -> Iterator[Answer]:
+        """Send requests for some sequences, and return an iterator over the responses."""
+        requests = []
         for index in indices:
             sequence = self._sequences[index]
-            try:
-                images = self._images(sequence)
-            except ValueError as error:
-                self._unread.append((index, str(error)))
-                continue
-            requests[index] = Request(sequence.ids(), len(sequence.prompt_ids), index in readers, images)
-        return list(requests), self._transport.ask(list(requests.values()), self._salt)
-
-    def _images(self, sequence: Sequence) -> RequestImages | None:
-        images = sequence.images
-        if images is None:
-            return None
-        for picture in images.pictures:
-            if picture.digest not in self._files:
-                self._files[picture.digest] = picture.encoded()
-        files = tuple(self._files[digest] for digest in images.digests)
-        return RequestImages(images.digests, images.counts, files, images.vision.image_token_id)
+            requests.append(
+                Request(sequence.ids(), len(sequence.prompt_ids), index in readers, sent_images(sequence, self._files))
+            )
+        return self._transport.ask(requests, self._salt)
 
 
 def _halves(indices: list[int]) -> list[list[int]]:

@@ -22,8 +22,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from reflogp.scoring.frames import Frame, encode, read_frame
-from reflogp.scoring.vllm_engine.answers import Answer, Request, RequestImages, answers_table, requests_of
+from reflogp.scoring.vllm_engine.answers import Answer, Request, answers_table, requests_of
 from reflogp.scoring.vllm_engine.images import ImagePrompts, ImageRefusedError
+from reflogp.scoring.wire import SentImages
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import first_line
@@ -261,7 +262,7 @@ class Scorer:
                 after = self.block_size + (self.block_size // 2 - len(ids)) % self.block_size
                 prompt = np.concatenate([np.zeros(self.block_size, np.int64), ids, np.zeros(after, np.int64)])
                 completion = np.arange(max(1, min(_CHECKED, self.block_size // 2)))
-                images = RequestImages((digest,), (count,), (file,), token)
+                images = SentImages((digest,), (count,), (file,), token)
                 self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
                 [answer] = self._finished()
                 if answer.values is None or not np.isfinite(answer.values).all():

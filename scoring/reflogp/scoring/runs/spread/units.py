@@ -1,13 +1,11 @@
 """Encode units for workers. In the workers, decode and score the units, and commit the values.
 
-A unit consists of misses (sequences that the store lacks) that one worker scores together. It is sent as a compressed Arrow IPC
-stream, so that a prompt shared by many sequences takes little space. The unit's encoded images follow in a second stream, where
-each image occurs once. Workers commit the values themselves, so values are never sent back to the run's main process.
+A unit consists of misses (sequences that the store lacks) that one worker scores together. Workers commit the values
+themselves, so values are never sent back to the run's main process.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -28,25 +26,12 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
-from reflogp.scoring.torch_engine.sequences import Ids, Sequence, SequenceImages, TokenCounts
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
+from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
 from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.images import pixel_digest
 from reflogp.store.schema import one_array
-
-_INDICES = pa.list_(pa.int32())
-_SCHEMA = pa.schema(
-    [
-        ("key", pa.binary()),
-        ("prompt_ids", pa.list_(pa.int64())),
-        ("completion_ids", pa.list_(pa.int64())),
-        ("completion_len", pa.int32()),
-        ("pictures", _INDICES),
-        ("counts", _INDICES),
-        ("independent", pa.bool_()),
-    ]
-)
-_PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
 
 
 @dataclass(frozen=True)
@@ -100,40 +85,19 @@ def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
         A tuple: the encoded unit, and a dict of the misses that were left out because an image cannot be read. The dict maps
         each of these misses to the reason.
     """
-    places: dict[bytes, int] = {}
-    files: list[bytes] = []
-    failed: dict[bytes, str] = {}
-    problems: dict[Miss, str] = {}
-    for miss in misses:
-        for picture in [] if miss.sequence.images is None else miss.sequence.images.pictures:
-            if picture.digest not in places and picture.digest not in failed:
-                try:
-                    files.append(picture.encoded())
-                    places[picture.digest] = len(places)
-                except RowError as error:
-                    failed[picture.digest] = str(error)
-            if picture.digest in failed:
-                problems[miss] = failed[picture.digest]
+    files, unreadable = picture_files(miss.sequence for miss in misses)
+    problems = {misses[index]: problem for index, problem in unreadable.items()}
     misses = [miss for miss in misses if miss not in problems]
-    images = [miss.sequence.images for miss in misses]
-    columns = [
-        pa.array([miss.key for miss in misses], pa.binary()),
-        _lists([miss.sequence.prompt_ids for miss in misses]),
-        _lists([miss.sequence.completion_ids for miss in misses]),
-        pa.array([miss.completion_len for miss in misses], pa.int32()),
-        pa.array([None if entry is None else [places[digest] for digest in entry.digests] for entry in images], _INDICES),
-        pa.array([None if entry is None else entry.counts for entry in images], _INDICES),
-        pa.array([None if entry is None else entry.independent for entry in images], pa.bool_()),
-    ]
-    vision = next((entry.vision for entry in images if entry is not None), None)
-    made_by = {"vision": json.dumps(None if vision is None else [vision.folder, vision.tokens.settings.hex()])}
-    sink, schema = pa.BufferOutputStream(), _SCHEMA.with_metadata(made_by)
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(pa.table(columns, schema=schema))
-    with pa.ipc.new_stream(sink, _PICTURES) as writer:
-        writer.write_table(pa.table([list(places), files], schema=_PICTURES))
-    content: bytes = sink.getvalue().to_pybytes()
-    return content, problems
+    sequences = [miss.sequence for miss in misses]
+    columns = {
+        "key": pa.array([miss.key for miss in misses], pa.binary()),
+        "completion_len": pa.array([miss.completion_len for miss in misses], pa.int32()),
+        "independent": pa.array([None if each.images is None else each.images.independent for each in sequences], pa.bool_()),
+    }
+    vision = next((sequence.images.vision for sequence in sequences if sequence.images is not None), None)
+    note = None if vision is None else [vision.folder, vision.tokens.settings.hex()]
+    sent = [SentSequence(each.ids(), len(each.prompt_ids), sent_images(each, files)) for each in sequences]
+    return encode_sequences(sent, columns, note), problems
 
 
 def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> Sent:
@@ -143,26 +107,15 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
         find_vision: function that is called if the unit has images. It gets the folder of the run's image processor and the
             digest of the processor's settings. It returns a processor with the same settings that was loaded on this machine.
     """
-    reader = pa.BufferReader(content)
-    table = pa.ipc.open_stream(reader).read_all()
-    sent = pa.ipc.open_stream(reader).read_all()
-    pictures = [
-        _SentPicture(digest, file) for digest, file in zip(*(sent[name].to_pylist() for name in _PICTURES.names), strict=True)
-    ]
-    made_by = json.loads(table.schema.metadata[b"vision"])
-    vision = None if made_by is None else find_vision(made_by[0], bytes.fromhex(made_by[1]))
-    images: list[SequenceImages | None] = [None] * len(table)
-    if vision is not None:
-        rows = zip(*(table[name].to_pylist() for name in ("pictures", "counts", "independent")), strict=True)
-        images = [
-            None if places is None else SequenceImages(tuple(pictures[at] for at in places), tuple(counts), vision, independent)
-            for places, counts, independent in rows
-        ]
-    prompts, completions = (_arrays(one_array(table[name])) for name in ("prompt_ids", "completion_ids"))
-    sequences = [
-        Sequence(prompt, completion, images=of_row)
-        for prompt, completion, of_row in zip(prompts, completions, images, strict=True)
-    ]
+    sent, table, note = decode_sequences(content)
+    vision = None if note is None else find_vision(note[0], bytes.fromhex(note[1]))
+    sequences = []
+    for (ids, prompt_len, of_row), independent in zip(sent, table["independent"].to_pylist(), strict=True):
+        images = None
+        if of_row is not None and vision is not None:
+            pictures = tuple(_SentPicture(*image) for image in zip(of_row.digests, of_row.files, strict=True))
+            images = SequenceImages(pictures, of_row.counts, vision, independent)
+        sequences.append(Sequence(ids[:prompt_len], ids[prompt_len:], images=images))
     return Sent(one_array(table["key"]), sequences, table["completion_len"].to_numpy())
 
 
@@ -211,17 +164,6 @@ class VisionCache:
                     "model's folder, or in a folder that has the same path on every machine"
                 )
             return self._loaded[settings]
-
-
-def _lists(ids: list[Ids]) -> pa.Array:
-    offsets = np.zeros(len(ids) + 1, np.int32)
-    np.cumsum([len(entry) for entry in ids], out=offsets[1:])
-    values = np.concatenate(ids).astype(np.int64) if ids else np.zeros(0, np.int64)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-
-
-def _arrays(lists: pa.ListArray) -> list[npt.NDArray[np.int64]]:
-    return np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
 
 
 #: Maximum number of units that a worker has at the same time: one that it commits, one that it scores, and one that waits.
