@@ -33,7 +33,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
@@ -130,9 +130,7 @@ def _save_model(folder: Path) -> None:
 
 def score(world: World, online: bool) -> dict[str, Any]:
     """Score as `reflogp score` does."""
-    return asdict(
-        score_dataset(world.dataset(), world.store(), world.reference, LocalScorer(lambda: clocked(str(world.model))))
-    )
+    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Scheduler(lambda: clocked(str(world.model)))))
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
@@ -224,16 +222,14 @@ def ray(world: World, online: bool) -> dict[str, Any]:
 
     import reflogp.scoring.on_ray.workers as workers
     from reflogp.scoring.on_ray.cluster import connected
-    from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     workers.NodeWorker = ClockedWorker  # type: ignore[misc]
     try:
         with connected(cluster.address):
-            on_ray = ParallelScorer(
-                workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
-            )
+            found = workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
+            on_ray = Scheduler(workers=found)
             try:
                 return asdict(score_dataset(world.dataset(), world.store(), world.reference, on_ray))
             finally:

@@ -21,15 +21,14 @@ from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine import Place
-from reflogp.scoring.runs import score as runs_score
-from reflogp.scoring.runs.local import LocalScorer
-from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs import scheduler, unit_queue
+from reflogp.scoring.runs.misses import Miss
+from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.processes import LocalWorkers
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread import unit_queue
-from reflogp.scoring.runs.spread.local import LocalWorkers
-from reflogp.scoring.runs.spread.scorer import ParallelScorer
-from reflogp.scoring.runs.spread.unit_queue import UnitQueue
-from reflogp.scoring.runs.spread.units import VisionCache, decode, encode
+from reflogp.scoring.runs.unit_queue import UnitQueue
+from reflogp.scoring.runs.units import VisionCache, decode, encode
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vision import load_processor
 from reflogp.store import Store, UsageError, describe_reference
@@ -57,9 +56,9 @@ def score(llava, tmp_path):
         choice = EngineChoice("torch", "cpu", 512)
         dataset = TokenizedDataset(source, lambda: load_tokenizer(llava), load_vision=lambda: load_processor(llava, llava))
         if places is None:
-            scorer = LocalScorer(lambda: choice.make(llava, reference))
+            scorer = Scheduler(lambda: choice.make(llava, reference))
         else:
-            scorer = ParallelScorer(LocalWorkers(llava, reference, choice, places))
+            scorer = Scheduler(workers=LocalWorkers(llava, reference, choice, places))
         try:
             return score_dataset(dataset, Store(tmp_path / store), reference, scorer, watcher=watcher)
         finally:
@@ -179,26 +178,37 @@ def test_a_unit_has_a_bounded_size_of_images(monkeypatch):
 
 def test_misses_do_not_wait_in_memory_with_their_images(llava, tmp_path, monkeypatch):
     """A run collects thousands of misses before it scores them, unless their images take much memory."""
-    monkeypatch.setattr(runs_score, "_IMAGE_BYTES", 30_000)
+    monkeypatch.setattr(scheduler, "_IMAGE_BYTES", 30_000)
     given = []
 
-    class Noting(LocalScorer):
-        def score(self, misses, to_come, callbacks):
-            given.append(sum(picture.held for of in misses for picture in of.sequence.images.pictures))
-            super().score(misses, to_come, callbacks)
+    class Noting(Scheduler):
+        """Its engine gets misses only when they are too many, and at the end."""
 
+        is_last = False
+
+        def finish(self):
+            self.is_last = True
+            super().finish()
+
+    class Late(OwnEngine):
         def is_starved(self):
-            return False
+            return super().is_starved() and (run.scheduler.is_last or run.scheduler._is_full())
+
+        def give(self, misses):
+            given.append(sum(picture.held for of in misses for picture in of.sequence.images.pictures))
+            super().give(misses)
+
+    monkeypatch.setattr(scheduler, "OwnEngine", Late)
 
     def run(data, store):
         given.clear()
         reference = describe_reference(llava, "float32")
         dataset = TokenizedDataset(data, lambda: load_tokenizer(llava), load_vision=lambda: load_processor(llava, llava))
-        scorer = Noting(lambda: EngineChoice("torch", "cpu", 512).make(llava, reference))
+        run.scheduler = Noting(lambda: EngineChoice("torch", "cpu", 512).make(llava, reference))
         try:
-            assert score_dataset(dataset, Store(tmp_path / store), reference, scorer).bad_rows == 0
+            assert score_dataset(dataset, Store(tmp_path / store), reference, run.scheduler).bad_rows == 0
         finally:
-            scorer.close()
+            run.scheduler.close()
 
     monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=2))
     images = [encoded(picture(seed), "BMP") for seed in range(20)]

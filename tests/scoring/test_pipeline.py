@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
-from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.prefetch import Prefetch
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import Prepared, Unit
@@ -102,7 +102,7 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, ref
 
         watching.advance = interrupt
     store = Store(tmp_path / "store")
-    scorer = LocalScorer(lambda: engine, commit_sequences=16)
+    scorer = Scheduler(lambda: engine, commit_sequences=16)
     with pytest.raises(type(error), match=str(error) or None):
         score_dataset(dataset, store, reference, scorer, watcher=watching)
     assert not {name for name in names() if name != "reflogp-pack"}, "a thread goes on"
@@ -111,7 +111,7 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, ref
         assert stored >= watching.done, "what was told as scored is stored"
     monkeypatch.setattr(LogprobTable, "append", append)
     whole = TokenizedDataset(RowSource(str(file)), lambda: None)
-    again = score_dataset(whole, store, reference, LocalScorer(lambda: TorchEngine(str(reference_folder), "float32")))
+    again = score_dataset(whole, store, reference, Scheduler(lambda: TorchEngine(str(reference_folder), "float32")))
     assert (again.hits, again.scored) == (stored, 2 * ROWS - stored)
 
 
@@ -131,7 +131,7 @@ def test_the_first_error_is_the_one_that_is_raised(reference_folder, tmp_path, m
             dataset,
             Store(tmp_path / "store"),
             describe_reference(str(reference_folder), "float32"),
-            LocalScorer(lambda: engine),
+            Scheduler(lambda: engine),
         )
 
 
@@ -157,7 +157,7 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         dataset = TokenizedDataset(RowSource(str(file)), lambda: None)
-        score_dataset(dataset, store, reference, LocalScorer(lambda: engine), watcher=watching)
+        score_dataset(dataset, store, reference, Scheduler(lambda: engine), watcher=watching)
     signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 30
     assert store[reference.reference_id].totals()[1] >= watching.done > 0
@@ -167,7 +167,7 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, 
 def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tmp_path, monkeypatch):
     """An engine that stands still stops the reading; when it goes on, so does the reading."""
     monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
-    monkeypatch.setattr("reflogp.scoring.runs.local.COMMIT_SEQUENCES", 16)
+    monkeypatch.setattr("reflogp.scoring.runs.scheduler.COMMIT_SEQUENCES", 16)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=3))
     read, gate = [], threading.Event()
 
@@ -188,7 +188,7 @@ def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tm
     run = threading.Thread(
         target=lambda: found.append(
             score_dataset(
-                Counted(RowSource(str(file)), lambda: None), Store(tmp_path / "store"), reference, LocalScorer(lambda: engine)
+                Counted(RowSource(str(file)), lambda: None), Store(tmp_path / "store"), reference, Scheduler(lambda: engine)
             )
         )
     )
@@ -283,7 +283,7 @@ def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folde
         dataset,
         Store(tmp_path / "store"),
         describe_reference(str(reference_folder), "float32"),
-        LocalScorer(lambda: TorchEngine(str(reference_folder), "float32")),
+        Scheduler(lambda: TorchEngine(str(reference_folder), "float32")),
         watcher=watching,
     )
     assert (summary.failed, summary.duplicates, summary.scored, summary.bad_rows) == (1, 4, 19, 3)
@@ -299,7 +299,7 @@ def test_the_first_values_are_committed_sooner_than_later_ones(reference_folder,
         dataset,
         Store(tmp_path / "store"),
         describe_reference(str(reference_folder), "float32"),
-        LocalScorer(lambda: TorchEngine(str(reference_folder), "float32", token_budget=200), commit_seconds=600),
+        Scheduler(lambda: TorchEngine(str(reference_folder), "float32", token_budget=200), commit_seconds=600),
         watcher=watching,
     )
     assert watching.commits == 2  # after the first pass of many, and at the end
@@ -312,7 +312,7 @@ def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile
 
     def run(name, rows):
         dataset = TokenizedDataset(RowSource(str(write_rows(tmp_path / name, rows))), lambda: None)
-        scorer = LocalScorer(lambda: TorchEngine(str(reference_folder), "float32"), commit_seconds=0.01)
+        scorer = Scheduler(lambda: TorchEngine(str(reference_folder), "float32"), commit_seconds=0.01)
         return score_dataset(dataset, store, reference, scorer)
 
     def windows(source, size):

@@ -20,9 +20,8 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.cluster import connected, require_visible, resources_of
 from reflogp.scoring.on_ray.workers import ClusterWorkers
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread.scorer import ParallelScorer
 from reflogp.scoring.vision import load_processor
 from reflogp.service.ray_processes import ray_workers
 from reflogp.store import Store, UsageError, describe_reference
@@ -67,10 +66,8 @@ def score(reference_folder, tmp_path):
             load_vision=lambda: load_processor(tokenizer_folder, folder),
         )
         if not on_ray:
-            return score_dataset(
-                dataset, Store(tmp_path / store), reference, LocalScorer(lambda: choice.make(folder, reference))
-            )
-        run.scorer = scorer = ParallelScorer(ClusterWorkers(folder, None, reference, choice, workers))
+            return score_dataset(dataset, Store(tmp_path / store), reference, Scheduler(lambda: choice.make(folder, reference)))
+        run.scorer = scorer = Scheduler(workers=ClusterWorkers(folder, None, reference, choice, workers))
         try:
             return score_dataset(dataset, Store(tmp_path / store), reference, scorer, watcher=watcher, **options)
         finally:
@@ -136,9 +133,8 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
 
 def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path):
     reference = describe_reference(str(reference_folder), "float32")
-    scorer = ParallelScorer(
-        ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
-    )
+    workers = ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
+    scorer = Scheduler(workers=workers)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
     with closing(scorer), pytest.raises(EngineError, match=r"each worker needs 1 GPU.* has 0 GPUs and 2 CPUs on 2 nodes"):

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference, sequence_keys
@@ -23,7 +23,8 @@ def score(reference_folder, tmp_path):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
-        return score_dataset(dataset, Store(tmp_path / "store"), reference, LocalScorer(engine, commit_sequences), **options)
+        scheduler = Scheduler(engine, commit_sequences=commit_sequences)
+        return score_dataset(dataset, Store(tmp_path / "store"), reference, scheduler, **options)
 
     return run
 

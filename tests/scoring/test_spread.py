@@ -19,12 +19,11 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import Place, gpus_in_a_child, places
-from reflogp.scoring.runs.local import LocalScorer
-from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs.misses import Miss
+from reflogp.scoring.runs.processes import LocalWorkers
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread.local import LocalWorkers
-from reflogp.scoring.runs.spread.scorer import ParallelScorer
-from reflogp.scoring.runs.spread.unit_queue import LEAST, Rate, UnitQueue, unit_size
+from reflogp.scoring.runs.unit_queue import LEAST, Rate, UnitQueue, unit_size
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
@@ -47,9 +46,9 @@ def score(reference_folder, tmp_path):
         choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
         if on is None:
-            run.scorer = LocalScorer(lambda: choice.make(folder, reference))
+            run.scorer = Scheduler(lambda: choice.make(folder, reference))
         else:
-            run.scorer = ParallelScorer(LocalWorkers(folder, reference, choice, on))
+            run.scorer = Scheduler(workers=LocalWorkers(folder, reference, choice, on))
         try:
             return score_dataset(dataset, Store(tmp_path / store), reference, run.scorer, watcher=watcher)
         finally:
@@ -265,8 +264,10 @@ def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left(
     assert not line.is_suspect()
     line.put([a_miss([1], [1])])
     alone = line.take(1)
-    assert line.died_at(alone) is None and line.take(1) is alone
-    assert line.died_at(alone) is alone.misses[0] and len(line) == 0
+    assert line.died_at(alone) is None
+    again = line.take(1)
+    assert again.misses == alone.misses and again.suspect
+    assert line.died_at(again) is alone.misses[0] and len(line) == 0
 
 
 def test_units_shrink_towards_the_end_and_stay_within_a_commit():

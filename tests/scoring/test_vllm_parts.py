@@ -199,7 +199,7 @@ def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(r
     transport = Fragile(str(reference_folder), lambda s: s.ids().tolist() == sequences[poison].ids().tolist())
     engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
     found = dict(engine.stream(sequences))
-    assert "exited 2 times while it was scoring this sequence alone" in found.pop(poison)
+    assert "exited twice while it was scoring this sequence alone" in found.pop(poison)
     assert len(found) == 59
     expected = TorchEngine(str(reference_folder), "float32", compile_layers=False).score(sequences)
     assert all(np.abs(found[at] - expected[at]).max() <= 1e-5 for at in found)

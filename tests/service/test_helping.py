@@ -14,9 +14,9 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread.units import VisionCache
+from reflogp.scoring.runs.units import VisionCache
 from reflogp.service.worker.protocol import HelpOrder
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
@@ -43,7 +43,7 @@ def values_are_those_of_one_engine(file, folder, tmp_path):
     reference = describe_reference(str(folder), "float32")
     choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
-    score_dataset(dataset, Store(tmp_path / "here"), reference, LocalScorer(lambda: choice.make(str(folder), reference)))
+    score_dataset(dataset, Store(tmp_path / "here"), reference, Scheduler(lambda: choice.make(str(folder), reference)))
     same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
 
 

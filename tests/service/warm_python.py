@@ -34,7 +34,7 @@ MODULES = [
     "reflogp.service.worker.write_back",
     "reflogp.service.app",
     "reflogp.service.run",
-    "reflogp.scoring.runs.local",
+    "reflogp.scoring.runs.scheduler",
     "reflogp.cli.score",
     "reflogp.cli.serve",
 ]

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference
@@ -32,7 +32,7 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **
         TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
         Store(store),
         describe_reference(str(model), dtype),
-        LocalScorer(lambda: TorchEngine(str(model), dtype)),
+        Scheduler(lambda: TorchEngine(str(model), dtype)),
         **options,
     )
 

@@ -50,7 +50,7 @@ def demo(
         from reflogp.scoring.data.tokenize import load_tokenizer
         from reflogp.scoring.data.tokenized import TokenizedDataset
         from reflogp.scoring.reports.build import write_report
-        from reflogp.scoring.runs.local import LocalScorer
+        from reflogp.scoring.runs.scheduler import Scheduler
         from reflogp.scoring.runs.score import score_dataset
         from reflogp.scoring.torch_engine import TorchEngine
         from reflogp.trainer import CachedDPOTrainer, Reference
@@ -82,7 +82,7 @@ def demo(
                 dataset,
                 store,
                 reference,
-                LocalScorer(lambda: TorchEngine(str(model), dtype)),
+                Scheduler(lambda: TorchEngine(str(model), dtype)),
                 watcher=bar,
             )
         out.print(

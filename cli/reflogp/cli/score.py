@@ -130,16 +130,16 @@ def score(
             _require_claimed(ctx, reference)
         choice.require_dtype(reference.dtype)
         made = (
-            _scorer(choice, folder, reference, commit_sequences, devices)
+            _scheduler(choice, folder, reference, commit_sequences, devices)
             if ray is None
-            else _scorer_on_ray(choice, arguments.model, arguments.revision, reference, commit_sequences, ray_workers)
+            else _scheduler_on_ray(choice, arguments.model, arguments.revision, reference, commit_sequences, ray_workers)
         )
-        scorer, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
+        scheduler, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             tokenized(rows, folder, arguments),
             opened,
             reference,
-            scorer,
+            scheduler,
             settings=arguments.settings,
             watcher=bar,
             strict_engine=engine if strict_engine else None,
@@ -172,21 +172,20 @@ def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
             )
 
 
-def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """Create a scorer that runs one engine in this process or, if `devices` is given, several engines in worker processes."""
-    if devices is None:
-        from reflogp.scoring.runs.local import LocalScorer
+def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
+    """Create a scheduler with one engine in this process or, if `devices` is given, several engines in worker processes."""
+    from reflogp.scoring.runs.scheduler import Scheduler
 
-        return LocalScorer(lambda: choice.make(folder, reference), commit_sequences)
+    if devices is None:
+        return Scheduler(lambda: choice.make(folder, reference), commit_sequences=commit_sequences)
     import torch
 
     from reflogp.scoring.machine import places
-    from reflogp.scoring.runs.spread.local import LocalWorkers
-    from reflogp.scoring.runs.spread.scorer import ParallelScorer
+    from reflogp.scoring.runs.processes import LocalWorkers
 
     names = [name.strip() for name in devices.split(",")]
     found = places(names, torch.cuda.device_count, max(1, choice.gpus()), choice.name == "vllm")
-    return ParallelScorer(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+    return Scheduler(workers=LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
 
 
 @contextmanager
@@ -203,14 +202,15 @@ def _cluster(choice: Any, address: str) -> Iterator[Any]:
         yield on_workers(choice)
 
 
-def _scorer_on_ray(
+def _scheduler_on_ray(
     choice: Any, model: str, revision: str | None, reference: Reference, commit_sequences: int, workers: int | None
 ) -> Any:
-    """Create a scorer whose workers run on the cluster that this process is connected to."""
+    """Create a scheduler whose workers run on the cluster that this process is connected to."""
     from reflogp.scoring.on_ray.workers import ClusterWorkers
-    from reflogp.scoring.runs.spread.scorer import ParallelScorer
+    from reflogp.scoring.runs.scheduler import Scheduler
 
-    return ParallelScorer(ClusterWorkers(model, revision, reference, choice, workers), commit_sequences=commit_sequences)
+    found = ClusterWorkers(model, revision, reference, choice, workers)
+    return Scheduler(workers=found, commit_sequences=commit_sequences)
 
 
 def _print(summary: Any, as_json: bool) -> None:

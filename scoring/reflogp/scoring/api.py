@@ -22,7 +22,7 @@ from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows, with_columns
 from reflogp.scoring.reports.build import ReportSummary, write_report
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.store import ReflogpError, Store, UsageError, resolve_model
@@ -109,14 +109,14 @@ def score(
     def score_rows(rows: Any, split: str) -> ScoreSummary:
         source = open_dataset(rows)
         with (
-            closing(LocalScorer(engine_of_all_splits, closes_engine=False)) as scorer,
+            closing(Scheduler(engine_of_all_splits, closes_engine=False)) as scheduler,
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
             summary = score_dataset(
                 TokenizedDataset(source, find_tokenizer, load_vision=find_vision),
                 opened,
                 reference,
-                scorer,
+                scheduler,
                 settings=TrainerSettings(max_length, truncation_mode),
                 watcher=bar,
             )

@@ -25,8 +25,8 @@ from reflogp.scoring.on_ray.cluster import (
     resources_of,
     this_node,
 )
-from reflogp.scoring.runs.spread.scorer import Worker, settle
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
+from reflogp.scoring.runs.scheduler import Worker, settle
+from reflogp.scoring.runs.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 from reflogp.store.texts import counted
@@ -62,7 +62,7 @@ class NodeWorker(ScoringWorker):
 class ClusterWorkers:
     """Starts workers on the cluster that this process is connected to (see `cluster.connected`).
 
-    Implements `spread.scorer.Workers`.
+    Implements `runs.scheduler.Workers`.
 
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
@@ -98,24 +98,21 @@ class ClusterWorkers:
         """See Workers.open."""
         self._table_folder = table.uri
 
-    def begin(self, have: int) -> list[Worker]:
+    def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """Start the missing workers; see Workers.begin.
 
-        A worker that Ray has not placed yet does not count as missing.
+        A worker that Ray has not placed yet does not count as missing. If no worker is placed, this method warns once after a
+        minute, and raises EngineError after `place_seconds`. Ray does not report whether a worker is waiting for resources or
+        for its process to start; therefore, only the time is measured.
         """
+        self._require_places(is_any_placed)
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 1}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
-    def look(self, is_any_placed: bool) -> None:
-        """If no worker is placed, warn once after a minute, and raise EngineError after `place_seconds`; see Workers.look.
-
-        If at least one worker is placed, there is no warning or error about the others. Ray does not report whether a worker is
-        waiting for resources or for its process to start. Therefore, this method only measures how long the workers have been
-        waiting.
-        """
+    def _require_places(self, is_any_placed: bool) -> None:
         now = time.monotonic()
         if is_any_placed:
             self._without_since = None

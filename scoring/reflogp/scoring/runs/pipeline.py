@@ -25,8 +25,9 @@ import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
-from reflogp.scoring.runs.pending import Miss
-from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
+from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored
+from reflogp.scoring.torch_engine.sequences import Logps, Sequence
+from reflogp.scoring.torch_engine.sequences import Outcome as Values
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable
 
@@ -37,42 +38,6 @@ _GROUPS, _PASSES = 1, 32
 _LAST_SECONDS = 20.0
 #: Maximum number of seconds to wait for a new group before asking the engine for outcomes again.
 _LOOK_SECONDS = 0.005
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Event: a miss has been scored; its values will be committed later."""
-
-    miss: Miss
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Event: a miss cannot be scored; `problem` is the reason."""
-
-    miss: Miss
-    problem: str
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Event: the store contains the values of these misses, in this snapshot and all later snapshots."""
-
-    misses: list[Miss]
-    snapshot: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last event.
-
-    `error` is the error that stopped the engine or the commits, or None. Computed values are lost only if a commit failed.
-    """
-
-    error: BaseException | None
-
-
-Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
@@ -87,7 +52,9 @@ class ScoringPipeline:
         commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
 
     Attributes:
+        scored: number of misses that have values.
         seconds: number of seconds during which the engine was computing.
+        provenance: the argument `provenance`.
     """
 
     def __init__(
@@ -95,14 +62,14 @@ class ScoringPipeline:
         engine: Engine,
         table: LogprobTable,
         provenance: dict[str, Any],
-        tell: Callable[[Event], None],
+        tell: Callable[[Outcome | Ended], None],
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
-        self.seconds = 0.0
+        self.scored, self.seconds = 0, 0.0
         self._engine = engine
         self._commits = Committer(table)
-        self._provenance = provenance
+        self.provenance = provenance
         self._tell = tell
         self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
@@ -178,7 +145,7 @@ class ScoringPipeline:
             error = caught
         self._passes.put(Ended(error))
 
-    def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
+    def _land(self, flow: Iterator[list[tuple[int, Values]]]) -> _Pass | None:
         """Return the outcomes of the engine's next pass.
 
         Return an empty list if no group is available and no pass is running, and None after the last pass.
@@ -232,22 +199,26 @@ class ScoringPipeline:
         Return True if this pass completes a group that must be committed at once.
         """
         is_due = False
-        for miss, group, outcome in arrived:
+        scored: list[Miss] = []
+        if not self._done:
+            self._since = time.monotonic()
+        for miss, group, values in arrived:
             group.left -= 1
             is_due |= group.at_once and not group.left
-            if isinstance(outcome, str):
-                self._tell(Failed(miss, outcome))
-                continue
-            if not self._done:
-                self._since = time.monotonic()
-            self._done.append((miss, outcome))
-            self._tell(Scored(miss))
-            if len(self._done) >= self._commit_sequences:
-                self._commit()
+            if isinstance(values, str):
+                self._tell(Failed(miss, values))
+            else:
+                scored.append(miss)
+                self._done.append((miss, values))
+        if scored:
+            self.scored += len(scored)
+            self._tell(Scored(scored))
+        while len(self._done) >= self._commit_sequences:
+            self._commit(self._commit_sequences)
         return is_due
 
-    def _commit(self) -> None:
-        done, self._done = self._done, []
+    def _commit(self, count: int | None = None) -> None:
+        done, self._done = self._done[:count], self._done[count:] if count else []
         if not done:
             return
         misses = [miss for miss, _ in done]
@@ -256,9 +227,9 @@ class ScoringPipeline:
             [miss.sequence for miss in misses],
             np.array([miss.completion_len for miss in misses], np.int32),
             [logps for _, logps in done],
-            self._provenance,
+            self.provenance,
         )
-        self._next_commit_seconds = self._commit_seconds
+        self._next_commit_seconds, self._since = self._commit_seconds, time.monotonic()
         self._tell(Committed(misses, snapshot))
 
 
@@ -280,7 +251,7 @@ class _Group:
 
 
 #: The outcomes of one pass, each with its miss and the group of the miss.
-_Pass = list[tuple[Miss, _Group, Outcome]]
+_Pass = list[tuple[Miss, _Group, Values]]
 
 
 class _Groups(Iterator[list[Sequence]]):

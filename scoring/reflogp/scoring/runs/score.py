@@ -1,6 +1,6 @@
-"""Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and pass misses to a scorer.
+"""Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and pass misses to a scheduler.
 
-Misses are sequences that the store lacks. The scorer computes their values and commits them.
+Misses are sequences that the store lacks. The scheduler has their values computed and committed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedWindows
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.scoring.runs.pending import Miss, Scorer
+from reflogp.scoring.runs.misses import Committed, Failed, Miss, Outcome, Scored
 from reflogp.scoring.runs.prefetch import Prefetch
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
@@ -31,8 +32,6 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation
 
 #: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
 _WINDOWS_AHEAD = 2
-#: The collected misses are passed to the scorer when their images use more than this many bytes of memory.
-_IMAGE_BYTES = 256 << 20
 #: Maximum number of failed sequences that are remembered. If a remembered sequence occurs again, it is not scored again.
 _FAILED_KEYS = 10_000
 #: Fields of the summary that become attributes of the trace's root span.
@@ -127,7 +126,7 @@ def score_dataset(
     dataset: TokenizedWindows,
     store: Store,
     reference: Reference,
-    scorer: Scorer,
+    scheduler: Scheduler,
     *,
     settings: TrainerSettings | None = None,
     watcher: ProgressCallbacks | None = None,
@@ -135,13 +134,13 @@ def score_dataset(
 ) -> ScoreSummary:
     """Score those sequences of a dataset that have no log-probs in the store.
 
-    If an error or KeyboardInterrupt stops the run, the scorer commits the values that it has already computed; see Scorer.stop.
+    If an error or KeyboardInterrupt stops the run, the values that are already computed are committed; see Scheduler.stop.
 
     Args:
         dataset: the rows to score, as token ids.
         store: store in which values are looked up, and to which new values are committed.
-        reference: the reference model that the scorer uses.
-        scorer: object that computes and commits values. The scorer gets no sequences if the store already has all values.
+        reference: the reference model that computes the values.
+        scheduler: object that computes and commits values. It loads no model if the store already has all values.
         settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
             scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
             are scored.
@@ -171,17 +170,17 @@ def score_dataset(
         table = store.create_table(reference)
         before = table.snapshot()
         summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
-        run = _Run(table, before, scorer, summary, watcher, strict_engine)
-        scorer.open(table)
+        run = _Run(table, before, scheduler, summary, watcher, strict_engine)
+        scheduler.open(table, run.note)
         looked_up = _looked_up(dataset, before, settings)
         with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
             try:
-                for window in windows_ahead.items(lambda: scorer.tell(run)):
+                for window in windows_ahead.items(scheduler.look):
                     run.take(window)
                 run.finish()
             except BaseException:
                 dataset.stop()
-                scorer.stop()
+                scheduler.stop()
                 raise
             finally:
                 attributes |= {name: getattr(summary, name) for name in _TRACED}
@@ -250,16 +249,13 @@ def _looked_up(dataset: TokenizedWindows, before: Snapshot, settings: TrainerSet
 
 
 class _Run:
-    """The counts of one scoring run, and the misses that have no values yet.
-
-    The scorer reports outcomes to this object; see OutcomeCallbacks.
-    """
+    """The counts of one scoring run, and the misses that have no values yet."""
 
     def __init__(
         self,
         table: LogprobTable,
         before: Snapshot,
-        scorer: Scorer,
+        scheduler: Scheduler,
         summary: ScoreSummary,
         watcher: ProgressCallbacks | None,
         strict_engine: str | None,
@@ -267,24 +263,18 @@ class _Run:
         self._table = table
         self._before = before
         self._now = before
-        self._scorer = scorer
+        self._scheduler = scheduler
         self._summary = summary
         self._watcher = watcher
         self._strict_engine = strict_engine
         self._rows = self._sides = 0
-        self._collected: dict[bytes, Miss] = {}  # not passed to the scorer yet
-        self._image_bytes = 0
-        self._handed: dict[bytes, Miss] = {}  # misses that were passed to the scorer and whose values are not in `_now`
+        self._waiting: dict[bytes, Miss] = {}  # misses whose values are not in `_now`
         self._fresh: list[Miss] = []  # misses that were committed after the snapshot `_now` was read
         self._bad: set[int] = set()
-        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (number of completion tokens, reason)
+        self._failed: dict[bytes, str] = {}  # key -> reason
 
     def take(self, window: _Window) -> None:
-        """Count the rows of a window and collect its misses.
-
-        Pass the collected misses to the scorer if there are enough of them, if their images take much memory, or if the scorer
-        is starved.
-        """
+        """Count the rows of a window, and pass its misses to the scheduler. Return when the scheduler has room for more."""
         self._sides = max(self._sides, window.sides)
         if window.rows_in_all:
             self._begin(window.rows_in_all)
@@ -304,6 +294,7 @@ class _Run:
             self._bad_row(int(row), EMPTY_COMPLETION)
         self._summary.empty_prompts += int((window.bare & ~dropped).sum())
         self._look_again()
+        misses: list[Miss] = []
         for view, keys, stored in window.looked_up:
             hit_before = stored.lengths >= view.needed
             hit_now = hit_before
@@ -317,9 +308,11 @@ class _Run:
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
             self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
-                self._wait(keys[at].as_py(), view, int(at), int(rows[at]), window.images[at] if window.images else None)
-        if len(self._collected) >= self._scorer.batch or self._image_bytes > _IMAGE_BYTES or self._scorer.is_starved():
-            self._hand_on()
+                if self._is_new(keys[at].as_py(), int(rows[at])):
+                    images = window.images[at] if window.images else None
+                    misses.append(_miss(keys[at].as_py(), view, int(at), int(rows[at]), images))
+                    self._waiting[misses[-1].key] = misses[-1]
+        self._scheduler.put(misses, max(0, self._rows - self._summary.rows) * self._sides)
 
     def _begin(self, rows: int) -> None:
         """Report the number of sequences, once it and the number of completions of a row are known."""
@@ -332,12 +325,11 @@ class _Run:
         """Score the remaining misses, and return when each miss has values or has failed."""
         self._begin(self._summary.rows)
         self._rows = self._summary.rows  # the dataset has no further rows
-        self._hand_on()
-        self._scorer.finish(self)
+        self._scheduler.finish()
 
     def close(self) -> None:
         """Set the summary's rates, provenance, number of workers and last note."""
-        work = self._scorer.work()
+        work = self._scheduler.work()
         summary = self._summary
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
         if summary.empty_prompts:
@@ -347,57 +339,40 @@ class _Run:
             summary.tokens_per_second = summary.tokens / work.seconds
         summary.sharing_gain = work.token_counts.sharing_gain
 
-    def scored(self, miss: Miss) -> None:
-        """See OutcomeCallbacks.scored."""
-        self._summary.scored += 1
-        self._summary.tokens += len(miss.sequence)
-        self._advance(1, len(miss.sequence))
+    def note(self, outcome: Outcome) -> None:
+        """Count what became of misses, and report it."""
+        match outcome:
+            case Scored(misses):
+                tokens = sum(len(miss.sequence) for miss in misses)
+                self._summary.scored += len(misses)
+                self._summary.tokens += tokens
+                self._advance(len(misses), tokens)
+            case Failed(miss, problem):
+                self._summary.failed += 1
+                if len(self._failed) < _FAILED_KEYS:
+                    self._failed[miss.key] = problem
+                del self._waiting[miss.key]
+                self._advance(1, 0)
+                for row in miss.rows:
+                    self._bad_row(row, problem)
+            case Committed(misses, snapshot):
+                self._fresh += misses
+                self._summary.snapshot = max(self._summary.snapshot, snapshot)
+                if self._watcher:
+                    self._watcher.committed(snapshot)
 
-    def failed(self, miss: Miss, problem: str) -> None:
-        """See OutcomeCallbacks.failed."""
-        self._summary.failed += 1
-        if len(self._failed) < _FAILED_KEYS:
-            self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
-        self._forget(miss)
+    def _is_new(self, key: bytes, row: int) -> bool:
+        """Return True if the sequence with this key must be scored; otherwise, count it as a duplicate of an earlier one."""
+        failed, waiting = self._failed.get(key), self._waiting.get(key)
+        if failed is None and waiting is None:
+            return True
+        self._summary.duplicates += 1
         self._advance(1, 0)
-        for row in miss.rows:
-            self._bad_row(row, problem)
-
-    def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """See OutcomeCallbacks.committed."""
-        self._fresh += misses
-        self._summary.snapshot = max(self._summary.snapshot, snapshot)
-        if self._watcher:
-            self._watcher.committed(snapshot)
-
-    def _wait(self, key: bytes, view: Any, at: int, row: int, images: SequenceImages | None) -> None:
-        needed = int(view.needed[at])
-        tokens, problem = self._failed.get(key, (needed + 1, ""))
-        if tokens <= needed:  # a completion with at least as many tokens would fail again
-            self._summary.duplicates += 1
-            self._advance(1, 0)
-            self._bad_row(row, problem)
-            return
-        collected = self._collected.get(key)
-        known = collected or self._handed.get(key)
-        enough = known is not None and len(known.sequence.completion_ids) >= needed
-        if known is not None and (enough or collected is not None):
-            self._summary.duplicates += 1
-            self._advance(1, 0)
-            known.rows.append(row)
-            if enough:
-                return
-        completion = view.completion_ids[at].values.to_numpy()
-        sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed], images=images)
-        self._collected[key] = Miss(key, sequence, len(completion), collected.rows if collected else [row])
-        self._image_bytes += 0 if images is None else sum(picture.held for picture in images.pictures)
-
-    def _hand_on(self) -> None:
-        if not self._collected:
-            return
-        misses, self._collected, self._image_bytes = list(self._collected.values()), {}, 0
-        self._handed.update((miss.key, miss) for miss in misses)
-        self._scorer.score(misses, max(0, self._rows - self._summary.rows) * self._sides, self)
+        if waiting is not None:
+            waiting.rows.append(row)
+        elif failed is not None:
+            self._bad_row(row, failed)
+        return False
 
     def _look_again(self) -> None:
         """If there was a commit since the last call, read a new snapshot, and forget the misses whose values it contains."""
@@ -407,12 +382,8 @@ class _Run:
         # The snapshot may contain another run's values, which then count as duplicates.
         self._summary.snapshot = max(self._summary.snapshot, self._now.number)
         for miss in self._fresh:
-            self._forget(miss)
+            del self._waiting[miss.key]
         self._fresh = []
-
-    def _forget(self, miss: Miss) -> None:
-        if self._handed.get(miss.key) is miss:  # a miss with a longer completion may have replaced this one
-            del self._handed[miss.key]
 
     def _advance(self, sequences: int, tokens: int) -> None:
         if self._watcher and sequences:
@@ -427,6 +398,12 @@ class _Run:
             self._summary.bad_row_numbers.append(row)
         if self._watcher:
             self._watcher.bad_row(row, problem)
+
+
+def _miss(key: bytes, view: Windows, at: int, row: int, images: SequenceImages | None) -> Miss:
+    completion = view.completion_ids[at].values.to_numpy()
+    sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[: int(view.needed[at])], images=images)
+    return Miss(key, sequence, len(completion), [row])
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:

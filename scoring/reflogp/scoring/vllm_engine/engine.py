@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from reflogp.scoring.errors import EngineError
+from reflogp.scoring.isolation import Isolation
 from reflogp.scoring.torch_engine.sequences import (
     Logps,
     Outcome,
@@ -70,8 +71,6 @@ _WINDOW = 8_192
 _IMAGE_BYTES = 256 << 20
 #: Number of passes in flight at the same time, so that vLLM never has to wait for the next pass.
 PASSES = 2
-#: A sequence is skipped after vLLM has exited this many times while it was scoring that sequence alone.
-_STRIKES = 2
 #: Maximum number of consecutive times that vLLM may exit without returning a value. `_flow` increases this maximum by the
 #: number of exits that a search by halving may need.
 _DEATHS = 6
@@ -250,7 +249,8 @@ class VllmEngine:
         readers: set[int] = set()
         flying: deque[_Flight] = deque()
         suspects: set[int] = set()
-        strikes = deaths = count = 0
+        isolation: Isolation[int] = Isolation()
+        deaths = count = 0
         group: list[Sequence] | None = []
         while True:
             while len(flying) < (1 if suspects else PASSES):
@@ -282,19 +282,16 @@ class VllmEngine:
                         f"vLLM exited {deaths} times without returning a value; set REFLOGP_VLLM_LOG=1 to see vLLM's log"
                     ) from None
                 self.restarts += self._transport.revive()
-                strikes = strikes + 1 if len(lost) == 1 else 0
-                if strikes < _STRIKES:
-                    salt = uuid.uuid4().hex
-                    parts = _halves(lost) if suspects and len(lost) > 1 else [lost]
-                    line.extendleft(_Pass(part, salt) for part in reversed(parts))
-                    suspects.update(lost)
+                salt = uuid.uuid4().hex
+                parts, killer = isolation.died(lost)
+                line.extendleft(_Pass(part, salt) for part in reversed(parts))
+                suspects.update(lost)
+                if killer is None:
                     continue
-                problem = f"vLLM exited {_STRIKES} times while it was scoring this sequence alone; use --engine torch"
-                landed = [(lost[0], problem)]
+                landed = [(killer, "vLLM exited twice while it was scoring this sequence alone; use --engine torch")]
             else:
                 self.retries += flying.popleft().retries
                 deaths = 0
-            strikes = 0
             numbers_done = {index for index, _ in landed}
             suspects -= numbers_done
             readers -= numbers_done
@@ -389,8 +386,3 @@ class _Flight:
                 Request(sequence.ids(), len(sequence.prompt_ids), index in readers, sent_images(sequence, self._files))
             )
         return self._transport.ask(requests, self._salt)
-
-
-def _halves(indices: list[int]) -> list[list[int]]:
-    middle = (len(indices) + 1) // 2
-    return [indices[:middle], indices[middle:]]

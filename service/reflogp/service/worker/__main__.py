@@ -42,7 +42,7 @@ from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine import quiet_libraries, return_freed_memory
-from reflogp.scoring.runs.spread.units import VisionCache
+from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.scoring.vision import load_processor

@@ -3,7 +3,7 @@
 The worker that runs the job uses Helpers; each worker that helps calls `help_with`.
 
 The service relays frames between a job's worker and its helpers, and reports when helpers join and leave. Each job has its own
-Helpers object, which implements `spread.scorer.Workers`. A helper receives units of work in its job thread, scores their
+Helpers object, which implements `runs.scheduler.Workers`. A helper receives units of work in its job thread, scores their
 sequences between online requests, and commits the values.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import astuple
 from typing import Any
 
 from reflogp.scoring.errors import WorkerGoneError
-from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, UnitScorer, VisionCache
+from reflogp.scoring.runs.scheduler import Worker, settle, settled
+from reflogp.scoring.runs.units import IN_FLIGHT, UnitScorer, VisionCache
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
@@ -64,14 +64,11 @@ class Helpers:
         with self._lock:
             self._joined = list(self._here.values())
 
-    def begin(self, have: int) -> list[Worker]:
+    def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """See Workers.begin. Return the helpers that joined since the last call."""
         with self._lock:
             joined, self._joined = self._joined, []
         return joined
-
-    def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Does nothing, because the job's worker can compute everything without helpers."""
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle a frame about a helper. Ignore frames about other jobs, because those jobs have ended."""
@@ -118,7 +115,7 @@ class Helpers:
 
 
 class _Helper:
-    """A worker that helps with a job, from when it joins until it leaves. Implements `spread.scorer.Worker`."""
+    """A worker that helps with a job, from when it joins until it leaves. Implements `runs.scheduler.Worker`."""
 
     def __init__(self, helpers: Helpers, number: int, provenance: dict[str, Any]) -> None:
         self._helpers = helpers

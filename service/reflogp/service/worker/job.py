@@ -19,9 +19,8 @@ from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.scheduler import Scheduler, Workers
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
-from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.confined_paths import OpenDataset
@@ -297,8 +296,12 @@ def _attempt(
                 dataset,
                 place.store,
                 reference,
-                ParallelScorer(
-                    helpers, LocalScorer(make_engine, commit_seconds=place.commit_seconds), job.check, _UNIT_SEQUENCES
+                Scheduler(
+                    make_engine,
+                    helpers,
+                    check=job.check,
+                    commit_seconds=place.commit_seconds,
+                    unit_sequences=_UNIT_SEQUENCES,
                 ),
                 settings=settings,
                 watcher=progress,

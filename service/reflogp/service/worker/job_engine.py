@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from reflogp.scoring.engines import PassEngine
+from reflogp.scoring.isolation import halves
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop
@@ -177,9 +178,8 @@ def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     suspects, rounded up.
     """
     while suspects:
-        middle = (len(suspects) + 1) // 2
-        yield suspects[:middle]
-        suspects = suspects[middle:]
+        half, suspects = halves(suspects)
+        yield half
 
 
 def _keys(sequences: list[Sequence]) -> list[str]:

@@ -21,14 +21,14 @@ import torch
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.machine import Place, exit_reason, quiet_libraries
-from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
+from reflogp.scoring.runs.scheduler import Worker, settle, settled
+from reflogp.scoring.runs.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 from reflogp.store.storage import split_table_uri
 
 #: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost worker
 #: does not have to import these modules again.
-_PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
+_PRELOADED = ["reflogp.scoring.runs.processes", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
 
 
 class LocalWorkers:
@@ -57,14 +57,11 @@ class LocalWorkers:
         """See Workers.open."""
         self._store, _ = split_table_uri(table.uri)
 
-    def begin(self, have: int) -> list[Worker]:
+    def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """Start a worker on each free Place (a device, or the GPUs of one engine); see Workers.begin."""
         free = list(self._free)
         self._free.clear()
         return [self._begin(place) for place in free]
-
-    def look(self, is_any_placed: bool) -> None:
-        """Do nothing, because a local worker starts without waiting for resources. See Workers.look."""
 
     def _begin(self, place: Place) -> _LocalWorker:
         choice = asdict(replace(self._choice, device=place.device))

@@ -2,8 +2,7 @@
 
 A miss is a sequence that the store lacks. A unit is a group of misses that one worker scores together.
 
-If a worker dies, each of its units is split into halves. If the worker that gets a half dies too, the half is split again, and
-so on. A unit with a single sequence is retried once; if a second worker dies, the sequence is given up.
+If a worker dies, each of its units is split into halves, and so on; see `isolation`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reflogp.scoring.isolation import Isolation
 from reflogp.scoring.runs.committer import COMMIT_SECONDS
-from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs.misses import Miss
 
 #: Number of sequences in the first units, before a worker's rate is known, and minimum number in later units.
 LEAST = 8
@@ -39,19 +39,23 @@ class Unit:
         again: True if the unit is retried after the loss of a worker; the store may already have some of its sequences.
         suspect: True if a worker died while it was processing this unit or a larger unit from which this unit was split. One of
             this unit's sequences may be the cause.
-        deaths: number of workers that died while scoring the unit; counted only for a unit with a single sequence.
     """
 
     misses: list[Miss]
     again: bool = False
     suspect: bool = False
-    deaths: int = 0
 
 
 class UnitQueue:
-    """A queue of misses and of units to retry."""
+    """A queue of misses and of units to retry.
+
+    Attributes:
+        held: approximate number of bytes of the images that the waiting misses keep in memory, without those of units to retry.
+    """
 
     def __init__(self) -> None:
+        self.held = 0
+        self._isolation: Isolation[Miss] = Isolation()
         self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by the prompt's digest
         self._again: deque[Unit] = deque()
         self._grouped = 0
@@ -63,6 +67,7 @@ class UnitQueue:
         """Queue misses, and keep misses with the same prompt together."""
         for miss in misses:
             self._groups.setdefault(_prompt(miss), deque()).append(miss)
+            self.held += _held(miss)
         self._grouped += len(misses)
 
     def take(self, size: int, suspects: bool = True) -> Unit | None:
@@ -91,7 +96,17 @@ class UnitQueue:
                 break
             del self._groups[prompt]
         self._grouped -= len(chosen)
+        self.held -= sum(map(_held, chosen))
         return Unit(chosen) if chosen else None
+
+    def take_all(self) -> Unit | None:
+        """Remove and return all misses as one unit, or the next unit to retry; None if there is nothing."""
+        if self._again:
+            return self._again.popleft()
+        misses = [miss for group in self._groups.values() for miss in group]
+        self._groups.clear()
+        self._grouped = self.held = 0
+        return Unit(misses) if misses else None
 
     def is_suspect(self) -> bool:
         """Return True if the first unit to retry is suspect; see Unit."""
@@ -103,26 +118,18 @@ class UnitQueue:
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """Halve a unit whose worker died, and queue both halves ahead of all other units.
-
-        A unit with a single sequence is queued again when a worker dies at it for the first time. When a second worker dies at
-        it, the unit is not queued again, and its miss is returned.
-        """
-        if len(unit.misses) == 1:
-            unit.deaths += 1
-            if unit.deaths > 1:
-                return unit.misses[0]
-            unit.suspect = True
-            self.put_back(unit)
-            return None
-        middle = (len(unit.misses) + 1) // 2
-        for half in (unit.misses[middle:], unit.misses[:middle]):
-            self._again.appendleft(Unit(half, again=True, suspect=True))
-        return None
+        """Queue the parts of a unit whose worker died ahead of all other units; or return the miss that killed two workers."""
+        parts, killer = self._isolation.died(unit.misses)
+        self._again.extendleft(Unit(part, again=True, suspect=True) for part in reversed(parts))
+        return killer
 
 
 def _prompt(miss: Miss) -> bytes:
     return hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
+
+
+def _held(miss: Miss) -> int:
+    return 0 if miss.sequence.images is None else sum(picture.held for picture in miss.sequence.images.pictures)
 
 
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:

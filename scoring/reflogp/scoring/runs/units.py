@@ -24,8 +24,8 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
-from reflogp.scoring.runs.pending import Miss
-from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
+from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome
+from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
@@ -250,7 +250,7 @@ class UnitScorer:
         """Start no further passes, commit the values that are already computed, and return; see ScoringPipeline.stop."""
         self._computing.stop()
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: Outcome | Ended) -> None:
         with self._changed:
             match event:
                 case Failed(miss, problem):

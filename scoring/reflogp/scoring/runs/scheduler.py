@@ -1,0 +1,463 @@
+"""Schedule misses over engines: the engine of this process, workers in other processes or on other machines, or both.
+
+Misses (sequences that the store lacks) wait in a queue. If there are no workers, the engine of this process takes all misses
+that wait whenever it has room, so that its passes are full. Workers get units: groups of misses that one worker scores and
+commits together. If a worker is lost, its units are queued again and halved until the sequence that kills workers is found.
+
+All methods of Scheduler are called from the run's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from reflogp.scoring.engines import Engine
+from reflogp.scoring.errors import EngineError, WorkerGoneError
+from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
+from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored, Work
+from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
+from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
+from reflogp.scoring.tracing import record
+from reflogp.store import LogprobTable, ReflogpError, UsageError
+
+#: If this many workers in a row die before they are ready, no further worker is started.
+_FAILED_STARTS = 3
+#: After this many failures in a row, with nothing scored in between, workers get no more units, because the cause is probably
+#: the model or the device, not the rows. For _LOSSES, a failure is a ready worker whose engine raised an error. For _KILLERS, a
+#: failure is a sequence that killed two workers.
+_LOSSES, _KILLERS = 3, 3
+#: Maximum number of seconds to wait for news in each turn. The second number applies if there is an engine in this process,
+#: which does not report that it has room for more misses.
+_LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
+#: Number of seconds that `stop` gives workers to commit computed values.
+_LAST_SECONDS = 30.0
+#: The engine of this process gets the waiting misses early if their images use more than this many bytes of memory.
+_IMAGE_BYTES = 256 << 20
+
+
+class Worker(Protocol):
+    """An engine in another process.
+
+    The futures that its methods return raise the worker's errors, or WorkerGoneError if the worker no longer exists.
+    """
+
+    def place(self) -> Future[str]:
+        """Return a description of where the worker runs. The future has a result as soon as the place is known."""
+
+    def prepare(self) -> Future[dict[str, Any]]:
+        """Load the engine and return its provenance; see ScoringWorker.prepare."""
+
+    def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
+        """Score and commit a unit; see UnitScorer.score."""
+
+    def stop(self) -> Future[None]:
+        """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
+
+    def end(self) -> None:
+        """End the worker immediately; values that it has not committed are lost."""
+
+
+class Workers(Protocol):
+    """A source of workers.
+
+    Attributes:
+        count: number of workers that the run has, or will have when all are started.
+        may_come: True if the run has workers or may get workers later.
+    """
+
+    count: int
+    may_come: bool
+
+    def open(self, table: LogprobTable) -> None:
+        """Set the table to which the workers commit values. This method is called once, before any other method."""
+
+    def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
+        """Start workers if some are missing, and return the workers that are new since the last call.
+
+        This method is called in each turn of the run's loop. Raises EngineError if no worker can be started.
+
+        Args:
+            have: number of workers that already exist.
+            is_any_placed: whether it is already known where at least one worker runs.
+        """
+
+
+@dataclass(eq=False)
+class _Member:
+    """A worker and its open requests.
+
+    Attributes:
+        name: description of where the worker runs; empty until this is known.
+        flying: the units whose results have not arrived, oldest first: a dict from the future of each result to a tuple of the
+            unit and the time when it was sent.
+        landed_at: time when the worker's latest result arrived.
+    """
+
+    worker: Worker
+    name: str = ""
+    is_ready: bool = False
+    flying: dict[Future[Any], tuple[Unit, float]] = field(default_factory=dict)
+    landed_at: float = 0.0
+
+
+class Scheduler:
+    """Computes and commits the values of misses.
+
+    Args:
+        make_engine: function that loads the engine of this process when it gets its first misses. If it is None, the run needs
+            at least one worker.
+        workers: source of the workers; None for a run that only has the engine of this process.
+        check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
+        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits of this process's
+            engine; the first commit comes after at most 10 seconds.
+        unit_sequences: maximum number of sequences in a unit; None for `commit_sequences`.
+        closes_engine: whether `close` also closes the engine of this process.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine] | None = None,
+        workers: Workers | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+        commit_sequences: int = COMMIT_SEQUENCES,
+        commit_seconds: float = COMMIT_SECONDS,
+        unit_sequences: int | None = None,
+        closes_engine: bool = True,
+    ) -> None:
+        self._own = None
+        if make_engine is not None:
+            self._own = OwnEngine(make_engine, commit_sequences, commit_seconds, closes_engine)
+        self._source = workers
+        self._check = check
+        self._window = min(commit_sequences, COMMIT_SEQUENCES)
+        self._unit_sequences = unit_sequences or commit_sequences
+        self._table: LogprobTable
+        self._report: Callable[[Outcome], None]
+        self._news: queue.SimpleQueue[Outcome | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
+        self._members: list[_Member] = []
+        self._queue = UnitQueue()
+        self._to_come = 0
+        self._rate = Rate()
+        self._failed_starts = self._losses = self._killers_in_a_row = 0
+        self._last_reason = ""
+        self._workers_failed = False  # only this process's engine gets misses
+        self._has_ended = False  # all values of this process's engine are committed
+        self._at_engines = 0  # number of misses that engines are working on
+        self._busy_since = 0.0
+        self._work = Work()
+
+    def open(self, table: LogprobTable, report: Callable[[Outcome], None]) -> None:
+        """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss.
+
+        This method is called once, before any other method.
+        """
+        self._table, self._report = table, report
+        if self._source is not None:
+            self._source.open(table)
+        if self._own is not None:
+            self._own.open(table, self._news.put)
+
+    def put(self, misses: list[Miss], to_come: int) -> None:
+        """Queue misses, and return when there is room for more.
+
+        Args:
+            misses: misses to score. A second miss with the same key may be put when the first has failed or is committed.
+            to_come: estimated number of sequences that the run has not read yet.
+
+        Raises:
+            ReflogpError: scoring cannot continue. A call to `stop` then commits the values that are already computed, unless a
+                commit has failed.
+        """
+        self._to_come = to_come
+        self._queue.put(misses)
+        self._turn(0.0)
+        while self._is_full():
+            self._turn(self._patience())
+
+    def look(self) -> None:
+        """Report what is known now, without waiting, and send units to workers that have room. Raises the same errors as `put`.
+
+        This method is called several times a second while the run waits for rows.
+        """
+        self._turn(0.0, fills_own=not self._is_alone())
+
+    def finish(self) -> None:
+        """Wait until it is reported what became of all misses. Raises the same errors as `put`."""
+        self._to_come = 0
+        while self._queue or any(member.flying for member in self._members):
+            self._turn(self._patience())
+        if self._own is not None and self._own.finish():
+            while not self._has_ended:
+                self._turn(_LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """Stop scoring, commit the values that are already computed, and report nothing more.
+
+        This method waits at most 30 seconds for the workers.
+        """
+        stopping = [member.worker.stop() for member in self._members if member.is_ready]
+        if self._own is not None:
+            self._own.stop()
+        wait(stopping, timeout=_LAST_SECONDS)
+
+    def close(self) -> None:
+        """End all workers and close the engine of this process; values that workers have not committed are lost."""
+        for member in self._members:
+            member.worker.end()
+        self._members = []
+        if self._own is not None:
+            self._own.close()
+
+    def work(self) -> Work:
+        own = Work() if self._own is None else self._own.work()
+        if not self._work.workers:  # no worker was ever ready
+            return own
+        counts, provenance = self._work.token_counts + own.token_counts, own.provenance or self._work.provenance
+        return Work(self._work.seconds, counts, provenance, self._work.workers)
+
+    def _is_alone(self) -> bool:
+        """Return True if the engine of this process gets all misses."""
+        return self._source is None or not self._source.may_come
+
+    def _is_full(self) -> bool:
+        if self._is_alone():
+            return len(self._queue) >= self._window or self._queue.held > _IMAGE_BYTES
+        return len(self._queue) >= self._unit_size() * self._engines()
+
+    def _engines(self) -> int:
+        """Return the approximate number of engines that share the remaining sequences."""
+        return max(1, (0 if self._source is None else self._source.count) + (self._own is not None))
+
+    def _unit_size(self) -> int:
+        per_second = self._rate.per_second() or (None if self._own is None else self._own.per_second())
+        return unit_size(len(self._queue) + self._to_come, self._engines(), per_second, self._unit_sequences)
+
+    def _patience(self) -> float:
+        return _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS
+
+    def _turn(self, patience: float, fills_own: bool = True) -> None:
+        """Hand out misses to engines that have room, and report what is known; wait at most `patience` seconds for news."""
+        self._check()
+        self._keep_up_workers()
+        self._give(fills_own)
+        try:
+            news = self._news.get(timeout=patience) if patience else self._news.get_nowait()
+            while True:
+                self._take(news)
+                news = self._news.get_nowait()
+        except queue.Empty:
+            return
+
+    def _keep_up_workers(self) -> None:
+        if self._source is None or not (self._queue or self._members or self._own is not None):
+            return
+        if self._failed_starts < _FAILED_STARTS:
+            is_any_placed = any(member.name for member in self._members)
+            for worker in self._source.begin(len(self._members), is_any_placed):
+                self._members.append(member := _Member(worker))
+                self._follow(member, worker.place())
+        if not self._members and self._own is None:
+            died = f"{self._failed_starts} workers in a row were lost before they were ready"
+            raise EngineError(f"{died}; the last one: {self._last_reason}")
+
+    def _follow(self, member: _Member, answer: Future[Any]) -> None:
+        answer.add_done_callback(lambda answered: self._news.put((member, answered)))
+
+    def _give(self, fills_own: bool) -> None:
+        """Send units to engines that have room, one unit to each engine in turn, so that the last units are spread evenly."""
+        for count in range(IN_FLIGHT):
+            for member in [] if self._workers_failed else self._members:
+                if member.is_ready and len(member.flying) == count and self._may_have_more(member):
+                    unit = self._queue.take(self._unit_size())
+                    if unit is None:
+                        return
+                    self._send(member, unit)
+            if count == 0 and fills_own and self._own is not None and self._own.is_starved():
+                self._give_own(self._own)
+
+    def _send(self, member: _Member, unit: Unit) -> None:
+        content, problems = encode(unit.misses)
+        for miss, problem in problems.items():
+            self._report(Failed(miss, problem))
+        unit.misses = [miss for miss in unit.misses if miss not in problems]
+        if unit.misses:
+            self._note_given(len(unit.misses))
+            answer = member.worker.score(content, unit.again)
+            member.flying[answer] = (unit, time.monotonic())
+            self._follow(member, answer)
+
+    def _give_own(self, own: OwnEngine) -> None:
+        """Give this process's engine all waiting misses, or a unit if it shares them with workers.
+
+        As long as the run uses workers, suspect units (see Unit) are sent only to workers, because a sequence that kills this
+        process would stop the whole run.
+        """
+        may_be_suspect = self._workers_failed or not self._members
+        unit = self._queue.take_all() if self._is_alone() else self._queue.take(self._unit_size(), may_be_suspect)
+        if unit is None:
+            return
+        misses = self._not_stored(unit) if unit.again else unit.misses
+        if misses:
+            self._note_given(len(misses))
+            own.give(misses)
+
+    def _not_stored(self, unit: Unit) -> list[Miss]:
+        """From a lost worker's unit, return the misses that the store lacks; report the others as scored and committed."""
+        now = self._table.snapshot()
+        keys = pa.array([miss.key for miss in unit.misses], pa.binary())
+        stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
+        done = [miss for miss, there in zip(unit.misses, stored, strict=True) if there]
+        if done:
+            self._report(Scored(done))
+            self._report(Committed(done, now.number))
+        return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
+
+    def _may_have_more(self, member: _Member) -> bool:
+        """Return True if a worker may get another unit now.
+
+        A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
+        suspect unit.
+        """
+        if not member.flying:
+            return True
+        oldest, _ = next(iter(member.flying.values()))
+        return not (oldest.suspect or self._queue.is_suspect())
+
+    def _take(self, news: Outcome | Ended | tuple[_Member, Future[Any]]) -> None:
+        """Handle an event of this process's engine, or a worker's response."""
+        match news:
+            case Ended(error):
+                self._has_ended = True
+                if error is not None:
+                    raise error
+            case (_Member() as member, answer):
+                if member in self._members:  # otherwise it was lost, and its units are queued again
+                    self._arrived(member, answer)
+            case Committed():
+                self._report(news)
+            case Scored() | Failed():
+                self._losses = self._killers_in_a_row = 0
+                self._note_returned(len(news.misses) if isinstance(news, Scored) else 1)
+                self._report(news)
+
+    def _arrived(self, member: _Member, answer: Future[Any]) -> None:
+        try:
+            value = answer.result()
+        except WorkerGoneError as error:
+            self._gone(member, str(error), error.blamed)
+        except Exception as error:
+            is_first = not member.is_ready and not self._work.workers
+            if is_first or not isinstance(error, EngineError):
+                raise _named(member.name or "a new worker", error) from error
+            self._losses += member.is_ready  # the device may be unusable now
+            self._gone(member, str(error), True)
+            if self._losses >= _LOSSES:
+                self._give_up(f"{self._losses} workers in a row were lost; the last one: {error}")
+        else:
+            if answer in member.flying:
+                self._landed(member, answer, value)
+            elif not member.name:
+                member.name = value
+                self._follow(member, member.worker.prepare())
+            else:
+                member.is_ready, self._failed_starts = True, 0
+                self._work.provenance = self._work.provenance or value
+                at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
+                self._work.workers = max(self._work.workers, at_work)
+
+    def _landed(self, member: _Member, answer: Future[Any], value: dict[str, Any]) -> None:
+        unit, sent_at = member.flying.pop(answer)
+        self._losses = self._killers_in_a_row = 0
+        self._note_returned(len(unit.misses))
+        self._work.token_counts += value["token_counts"]
+        now = time.monotonic()
+        tokens = sum(len(miss.sequence) for miss in unit.misses)
+        where = {"worker": member.name, "snapshot": value["snapshot"]}
+        record("score and commit", now - sent_at, sequences=len(unit.misses), tokens=tokens, **where)
+        if not unit.again:  # part of a retried unit may have been stored already
+            self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
+        member.landed_at = now
+        problems = value["problems"]
+        good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
+        if value["snapshot"] is not None:
+            self._report(Scored(good))
+            self._report(Committed(good, value["snapshot"]))
+        for index, problem in problems.items():
+            self._report(Failed(unit.misses[index], problem))
+
+    def _gone(self, member: _Member, reason: str, blamed: bool) -> None:
+        """Remove a lost worker and queue its units again; `blamed` is True if one of these units may have caused the loss."""
+        self._members.remove(member)
+        member.worker.end()
+        if blamed:
+            where = f"a worker on {member.name}" if member.name else "a worker"
+            warnings.warn(f"{where} was lost: {reason}", stacklevel=2)
+            self._last_reason = reason
+            self._failed_starts += not member.is_ready
+        for unit, _ in reversed(member.flying.values()):
+            self._note_returned(len(unit.misses))
+            if not blamed:
+                self._queue.put_back(unit)
+            elif (killer := self._queue.died_at(unit)) is not None:
+                self._found_killer(killer, reason)
+
+    def _found_killer(self, miss: Miss, reason: str) -> None:
+        self._report(Failed(miss, f"the sequence killed two workers ({reason})"))
+        self._killers_in_a_row += 1
+        if self._killers_in_a_row >= _KILLERS:
+            self._give_up(
+                f"{self._killers_in_a_row} sequences in a row killed two workers each, so the cause is probably the model "
+                f"or the device, not the rows: {reason}"
+            )
+
+    def _give_up(self, why: str) -> None:
+        """Send no more units to workers and continue with this process's engine; raise EngineError if there is none."""
+        if self._own is None:
+            raise EngineError(why)
+        warnings.warn(f"{why}; the run continues with this process's engine only", stacklevel=2)
+        self._workers_failed = True
+
+    def _note_given(self, count: int) -> None:
+        if not self._at_engines:
+            self._busy_since = time.monotonic()
+        self._at_engines += count
+
+    def _note_returned(self, count: int) -> None:
+        """Record that engines are done with misses. If they have no others, add the busy period to the scoring seconds."""
+        self._at_engines -= count
+        if not self._at_engines:
+            self._work.seconds += time.monotonic() - self._busy_since
+
+
+def _named(place: str, error: Exception) -> ReflogpError:
+    """Convert a worker's error to a UsageError or EngineError whose message says where the worker runs."""
+    kind = UsageError if isinstance(error, UsageError) else EngineError
+    said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
+    return kind(f"on {place}: {said}")
+
+
+def settled(value: Any) -> Future[Any]:
+    """Return a future that already has its result."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
+    """Set a future's result or error. If the future already has a result or an error, do nothing."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
