@@ -1,4 +1,4 @@
-"""Checkpoints that kill the process that runs them, in reality: modelling code of their own sends SIGKILL."""
+"""Checkpoints that kill or stop the process that runs them, in reality: by modelling code of their own."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 POISON = [5, 6, 7, 8]
 
 _CODE = """
-import os, signal
+import os, signal, time
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -18,6 +18,8 @@ class DeadlyLlamaModel(LlamaModel):
         if any(flat[i:i + 4] == [5, 6, 7, 8] for i in range(len(flat))):
             if RAISES:
                 raise RuntimeError(RAISES)
+            if HANGS:
+                time.sleep(1e6)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(input_ids=input_ids, **kwargs)
 
@@ -31,10 +33,10 @@ class DeadlyLlamaForCausalLM(LlamaForCausalLM):
 """
 
 
-def deadly_model(source: Path, folder: Path, *, on_load: bool = False, raises: str = "") -> Path:
-    """A copy of a Llama checkpoint that dies of POISON, or as soon as it is loaded; with `raises` an error takes its place."""
+def deadly_model(source: Path, folder: Path, *, on_load: bool = False, raises: str = "", hangs: bool = False) -> Path:
+    """A copy of a Llama checkpoint that dies of POISON, or as soon as it is loaded; or it raises an error, or never ends."""
     shutil.copytree(source, folder)
-    (folder / "modeling_deadly.py").write_text(f"ON_LOAD, RAISES = {on_load}, {raises!r}\n{_CODE}")
+    (folder / "modeling_deadly.py").write_text(f"ON_LOAD, RAISES, HANGS = {on_load}, {raises!r}, {hangs}\n{_CODE}")
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_deadly.DeadlyLlamaForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import psutil
@@ -19,6 +20,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import Place, gpus_in_a_child, places
+from reflogp.scoring.runs import unit_queue, watch
 from reflogp.scoring.runs.misses import Miss
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.scheduler import Scheduler
@@ -139,6 +141,78 @@ def test_three_devices_lost_in_a_row_end_the_run_and_what_was_committed_stays(sc
         score(write_rows(tmp_path / "rows.jsonl", rows), model=model, code=True)
     assert len(rows_of(tmp_path / "store", describe_reference(str(model), "float32").reference_id)) > 0
     assert not workers_of()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_ended_and_loses_nothing(score, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 8.0)
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
+    stopped = []
+
+    def stop():
+        stopped.append(random.choice(workers_of()))
+        stopped[0].send_signal(signal.SIGSTOP)
+
+    with pytest.warns(UserWarning, match="a worker on cpu was lost: its process has not responded for 8 s"):
+        summary = score(file, "there", watcher=Watching(2, stop))
+    assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
+    assert not stopped[0].is_running()
+    here = score(file, "here", on=None)
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+@pytest.mark.slow
+def test_a_pass_that_never_ends_is_ended_and_its_sequence_is_found(score, tmp_path, reference_folder, monkeypatch):
+    monkeypatch.setattr(watch, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "STUCK_SECONDS", 5.0)
+    monkeypatch.setattr(watch, "STUCK_STEPS", 2)
+    monkeypatch.setattr(unit_queue, "LEAST", 2)
+    rows = token_rows(20, seed=3)
+    rows[19]["rejected_ids"][4:8] = POISON
+    file, watching = write_rows(tmp_path / "rows.jsonl", rows), Watching()
+    with pytest.warns(UserWarning, match="it has scored nothing for .* although its process responds"):
+        summary = score(file, model=deadly_model(reference_folder, tmp_path / "m", hangs=True), watcher=watching, code=True)
+    assert (summary.scored, summary.failed, watching.bad.keys()) == (39, 1, {19})
+
+
+def test_slow_work_and_a_suspended_run_are_no_hang():
+    clock, answers = watch.Clock(), []
+    pulse = watch.Pulse(clock, lambda: answers[-1])
+
+    def after(seconds, scored, longest=100):
+        clock.now += watch.PING_SECONDS
+        answers.append(Future())
+        assert pulse.problem(longest) is None
+        answers[-1].set_result(scored)
+        clock.now += seconds - watch.PING_SECONDS
+        return pulse.problem(longest)
+
+    clock.now += 36_000
+    pulse.note_loaded()
+    assert clock.slowest == 36_000
+    clock.slowest = 0.0
+    assert after(36_000, 0) is None, "the first unit takes as long as it takes: a model is compiled, or the processor is slow"
+    assert after(20, 8) is None
+    clock.longest, clock.slowest = 100, 60.0
+    assert after(1_700, 8) is None
+    assert after(15_000, 8, longest=400) is None, "a sequence of four times the length takes up to 16 times as long"
+    assert after(20, 16, longest=400) is None
+    assert clock.slowest > 15_000, "a step of that length is known now"
+    clock.slowest = 60.0
+    assert after(1_000, 16) is None
+    clock.now += 860
+    assert "scored nothing for 31 min" in pulse.problem(100)
+
+    silent = watch.Pulse(clock, Future)
+    clock.now += watch.PING_SECONDS
+    assert silent.problem(0) is None
+    now = clock.now
+    clock._ticked_at -= 36_000  # the machine was suspended
+    clock.tick()
+    assert clock.now - now <= 5 and silent.problem(0) is None
+    clock.now += watch.SILENT_SECONDS + 1
+    assert "has not responded for" in silent.problem(0)
 
 
 def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_path, reference_folder):

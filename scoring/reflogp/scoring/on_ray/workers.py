@@ -108,7 +108,7 @@ class ClusterWorkers:
         self._require_places(is_any_placed)
         store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
-        lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 1}
+        lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
@@ -154,6 +154,10 @@ class _RayWorker:
     def stop(self) -> Future[None]:
         """See Worker.stop."""
         return _future(self._actor.stop.remote())
+
+    def progress(self) -> Future[int]:
+        """See Worker.progress."""
+        return _future(self._actor.progress.remote())
 
     def end(self) -> None:
         """See Worker.end."""

@@ -29,6 +29,8 @@ from reflogp.store.storage import split_table_uri
 #: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost worker
 #: does not have to import these modules again.
 _PRELOADED = ["reflogp.scoring.runs.processes", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
+#: Maximum number of seconds to wait for a killed process.
+_LAST_SECONDS = 20.0
 
 
 class LocalWorkers:
@@ -104,11 +106,19 @@ class _LocalWorker:
         """See Worker.stop."""
         return self._ask("stop")
 
+    def progress(self) -> Future[int]:
+        """See Worker.progress."""
+        return self._ask("progress")
+
     def end(self) -> None:
-        """Kill the process, wait until it has exited and its memory is free, and free the worker's Place; see Worker.end."""
+        """Kill the process, wait until it has exited and its memory is free, and free the worker's Place; see Worker.end.
+
+        A process that waits for a lost file system cannot be killed. Its Place stays in use.
+        """
         self._process.kill()
-        self._process.join()
-        self._free.append(self._place)
+        self._process.join(_LAST_SECONDS)
+        if self._process.exitcode is not None:
+            self._free.append(self._place)
 
     def _ask(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -164,7 +174,7 @@ def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> N
         with sending, contextlib.suppress(OSError):  # raised if the run's process has exited
             pipe.send((number, value, raised))
 
-    with ThreadPoolExecutor(IN_FLIGHT + 1) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT + 2) as pool:  # one call of `stop` and one of `progress` beside the units
         while True:
             try:
                 asked = pipe.recv()

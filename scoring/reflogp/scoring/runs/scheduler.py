@@ -27,6 +27,7 @@ from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome,
 from reflogp.scoring.runs.own_engine import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
+from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
@@ -62,6 +63,9 @@ class Worker(Protocol):
 
     def stop(self) -> Future[None]:
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
+
+    def progress(self) -> Future[int] | None:
+        """Return how many sequences the worker has scored; None if somebody else notices that the worker hangs."""
 
     def end(self) -> None:
         """End the worker immediately; values that it has not committed are lost."""
@@ -104,10 +108,15 @@ class _Member:
     """
 
     worker: Worker
+    pulse: Pulse
     name: str = ""
     is_ready: bool = False
     flying: dict[Future[Any], tuple[Unit, float]] = field(default_factory=dict)
     landed_at: float = 0.0
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence that the worker has to score; 0 if it has none."""
+        return max((len(miss.sequence) for unit, _ in self.flying.values() for miss in unit.misses), default=0)
 
 
 class Scheduler:
@@ -146,6 +155,7 @@ class Scheduler:
         self._report: Callable[[Outcome], None]
         self._news: queue.SimpleQueue[Outcome | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
         self._members: list[_Member] = []
+        self._clock = Clock()
         self._queue = UnitQueue()
         self._to_come = 0
         self._rate = Rate()
@@ -251,13 +261,18 @@ class Scheduler:
         self._check()
         self._keep_up_workers()
         self._give(fills_own)
-        try:
+        with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=patience) if patience else self._news.get_nowait()
             while True:
                 self._take(news)
                 news = self._news.get_nowait()
-        except queue.Empty:
-            return
+        self._end_hanging_workers()
+
+    def _end_hanging_workers(self) -> None:
+        self._clock.tick()
+        for member in [member for member in self._members if member.name]:
+            if (problem := member.pulse.problem(member.longest())) is not None:
+                self._gone(member, problem, True)
 
     def _keep_up_workers(self) -> None:
         if self._source is None or not (self._queue or self._members or self._own is not None):
@@ -265,11 +280,12 @@ class Scheduler:
         if self._failed_starts < _FAILED_STARTS:
             is_any_placed = any(member.name for member in self._members)
             for worker in self._source.begin(len(self._members), is_any_placed):
-                self._members.append(member := _Member(worker))
+                self._members.append(member := _Member(worker, Pulse(self._clock, worker.progress)))
                 self._follow(member, worker.place())
         if not self._members and self._own is None:
             died = f"{self._failed_starts} workers in a row were lost before they were ready"
-            raise EngineError(f"{died}; the last one: {self._last_reason}")
+            what = died if self._failed_starts else "all workers were lost, and none could be started in their place"
+            raise EngineError(f"{what}; the last one: {self._last_reason}")
 
     def _follow(self, member: _Member, answer: Future[Any]) -> None:
         answer.add_done_callback(lambda answered: self._news.put((member, answered)))
@@ -371,6 +387,7 @@ class Scheduler:
                 member.name = value
                 self._follow(member, member.worker.prepare())
             else:
+                member.pulse.note_loaded()
                 member.is_ready, self._failed_starts = True, 0
                 self._work.provenance = self._work.provenance or value
                 at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
@@ -388,6 +405,7 @@ class Scheduler:
         if not unit.again:  # part of a retried unit may have been stored already
             self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
         member.landed_at = now
+        self._clock.longest = max(self._clock.longest, *(len(miss.sequence) for miss in unit.misses))
         problems = value["problems"]
         good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
         if value["snapshot"] is not None:

@@ -24,7 +24,7 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
-from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome
+from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored
 from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -182,6 +182,7 @@ class UnitScorer:
 
     Attributes:
         provenance: how the values are computed: the version of reflogp, and what the engine's `provenance` method returns.
+        scored: number of sequences that were scored so far.
     """
 
     def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
@@ -193,6 +194,7 @@ class UnitScorer:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._counted = TokenCounts()
+        self.scored = 0
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
@@ -253,6 +255,8 @@ class UnitScorer:
     def _happened(self, event: Outcome | Ended) -> None:
         with self._changed:
             match event:
+                case Scored(misses):
+                    self.scored += len(misses)
                 case Failed(miss, problem):
                     asked = self._asked.pop(miss)
                     asked.problems[miss.rows[0]] = problem
@@ -316,7 +320,7 @@ class ScoringWorker:
         self._choice = EngineChoice(**choice)
         self._store = store
         self._threads = threads
-        self._units: UnitScorer
+        self._units: UnitScorer | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Load the engine and open the store. Return the provenance of the values that the engine will compute.
@@ -338,13 +342,19 @@ class ScoringWorker:
             )
         table = Store(self._store)[wanted.reference_id]
         vision = VisionCache(str(folder), self._choice.trust_remote_code)
-        self._units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
-        return self._units.provenance
+        self._units = units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
+        return units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         """Score and commit a unit; see UnitScorer.score. Several calls may run at the same time."""
+        assert self._units is not None, "`prepare` is called before `score`"
         return self._units.score(content, again)
+
+    def progress(self) -> int:
+        """Return how many sequences were scored so far. This method may run at the same time as all others."""
+        return 0 if self._units is None else self._units.scored
 
     def stop(self) -> None:
         """Start no further passes, and commit the values that are already computed; see UnitScorer.stop."""
-        self._units.stop()
+        if self._units is not None:
+            self._units.stop()

@@ -138,6 +138,9 @@ class _Helper:
         """See Worker.stop. Does nothing, because the service dismisses helpers when a job ends."""
         return settled(None)
 
+    def progress(self) -> None:
+        """See Worker.progress. The service itself notices when a worker does not respond."""
+
     def end(self) -> None:
         """See Worker.end. Does nothing, because the helper's process belongs to the service."""
 
