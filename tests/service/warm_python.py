@@ -9,6 +9,7 @@ run, in a process of its own.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -226,6 +227,7 @@ def _main(place: str, executable: str) -> None:
     answers = os.fdopen(os.dup(1), "w")  # ends with this process: no program has it
     os.dup2(2, 1)  # what imports print is no answer
     sys.path.pop(0)  # this folder
+    multiprocessing.set_executable(sys.executable)  # a fork server gets more open files than the launcher passes on
     sys.executable = executable  # of the programs that a program starts
     for module in MODULES:
         importlib.import_module(module)

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.shape import TEXT_COLUMNS
 from reflogp.scoring.errors import DatasetError
-from reflogp.store.texts import shortened
+from reflogp.store.texts import shortened, shortened_names
 
 #: Dict from each suffix of compressed text files to Arrow's name for the compression method.
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
@@ -143,8 +143,13 @@ class LocalFiles:
     def _refusal(self, file: Path, error: Exception) -> DatasetError:
         if isinstance(error, DatasetError):
             return error
+        from datasets.table import CastError
+
         rest = f" from row {self._rows} on" if self._rows else ""
         reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, CastError) and set(error.table_column_names) != set(error.requested_column_names):
+            found, first = (shortened_names(names) for names in (error.table_column_names, error.requested_column_names))
+            reason = f"the columns are {found}, but those of the first rows are {first}; write the same columns in all rows"
         return DatasetError(f"{file} cannot be read as {self._builder.name}{rest}: {shortened(reason)}")
 
 
