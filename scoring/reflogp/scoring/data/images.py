@@ -231,9 +231,11 @@ def decoded(data: bytes) -> Image:
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
     """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read."""
     try:
-        with os.fdopen(open_file(path), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise RowError(f"{name}: {path} cannot be read: the path is not a file")
+        descriptor = open_file(path)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise RowError(f"{name}: {path} cannot be read: the path is not a file")
+        with os.fdopen(descriptor, "rb") as file:
             return file.read()
     except (OSError, ValueError) as error:
         if isinstance(error, RowError):

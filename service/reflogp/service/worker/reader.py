@@ -189,7 +189,14 @@ def _window(head: dict[str, Any], body: bytes, vision: VisionProcessor | None, o
         table = table.drop_columns("images")
     problems = {int(row): shortened(problem) for row, problem in head["problems"].items()}
     return TokenizedRows(
-        table, [], problems, head["last_row"], head["limited"], images, vision if images else None, tuple(head["notes"])
+        table,
+        [],
+        problems,
+        head["last_row"],
+        head["limited"],
+        images,
+        vision if head["has_images"] else None,
+        tuple(head["notes"]),
     )
 
 
