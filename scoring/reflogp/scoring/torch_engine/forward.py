@@ -12,7 +12,7 @@ import torch
 
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
 from reflogp.scoring.torch_engine.compilation import allow_many_versions
-from reflogp.scoring.torch_engine.head import Head, backbone_of
+from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
@@ -57,7 +57,7 @@ def forward_layout(
     allow_many_versions()
     with packed(layout):
         if inputs is None:
-            made = backbone_of(model)[1](input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False)
+            made = head.backbone(input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False)
         else:
             made = model.get_decoder()(**inputs.keywords(layout.positions), use_cache=False)
     return head.logps(made.last_hidden_state[0], layout.parents, layout.targets, temperature)
@@ -76,7 +76,7 @@ def forward_padded(
     """
     allow_many_versions()
     inputs, predicts, targets = _padded_inputs(batch, device)
-    states = backbone_of(model)[1](**inputs, use_cache=False).last_hidden_state
+    states = head.backbone(**inputs, use_cache=False).last_hidden_state
     return head.logps(states.flatten(0, 1), predicts.flatten().nonzero()[:, 0].to(device), targets, temperature)
 
 
@@ -132,9 +132,10 @@ AttentionNames = dict[str, Any]
 def attention_names(config: Any) -> AttentionNames:
     """Return the attention implementations of a model and its parts, as `set_attn_implementation` takes them."""
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    return {"": config._attn_implementation} | {
+    names = {"": config._attn_implementation} | {
         name: attention_names(part) if part.sub_configs else part._attn_implementation for name, part in parts.items()
     }
+    return {name: value for name, value in names.items() if value is not None}  # of parts that are built as models
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.load import autocasting
+from reflogp.scoring.torch_engine.load import autocasting, output_embedding
 from reflogp.scoring.torch_engine.log_sum_exp import Logits, LogSumExp, eager
+from reflogp.scoring.torch_engine.memory import is_out_of_memory
 
 #: Maximum number of logits in memory at once, by device type. 2**28 logits take 512 MiB in bfloat16, and 1 GiB more for their
 #: float32 copy.
@@ -56,6 +57,7 @@ class Head:
         autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
     Attributes:
+        backbone: the part of the model that computes hidden states.
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
         log_sum_exp: the function that reduces the logits (see log_sum_exp.py).
@@ -63,8 +65,9 @@ class Head:
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
         self._model = model
-        self._output = model.get_output_embeddings()
+        self._output = output_embedding(model)
         self._weight, self._bias = self._output.weight, getattr(self._output, "bias", None)
+        self._parent, self._name, self.backbone = _backbone_of(model)
         self.logits = self._find_logits()
         self._float32 = float32
         self._rounded = autocast if not float32 else None
@@ -189,33 +192,50 @@ class Head:
         for size in _SMALL_AND_LARGE:
             hidden, _ = self.drawn(4, size)
             with autocasting(weight.device, None):
-                own = self._own_logits(hidden).float()
+                try:
+                    own = self._own_logits(hidden).float()
+                except Exception as error:  # models that need more of their backbone than hidden states (ProphetNet)
+                    if is_out_of_memory(error):
+                        raise
+                    return None
                 product = F.linear(hidden, weight, self._bias).float()
             forms = [form for form in forms if _agree(form(product), own, weight.dtype)]
         return forms[0] if forms else None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward computes if its backbone returns `hidden`."""
-        name, backbone = backbone_of(self._model)
-        self._model._modules[name] = _Answer(hidden[None], backbone)
+        self._parent._modules[self._name] = _Answer(hidden[None], self.backbone)
         try:
             position = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             logits: torch.Tensor = self._model(input_ids=position, use_cache=False).logits[0]
             return logits
         finally:
-            self._model._modules[name] = backbone
+            self._parent._modules[self._name] = self.backbone
 
 
-def backbone_of(model: Any) -> tuple[str, torch.nn.Module]:
-    """Return the name and the module of the part of a model that computes hidden states: the one with the input embedding.
+def _backbone_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.Module]:
+    """Return the part of a model that computes hidden states, which has the input embedding but not the output embedding.
 
-    Its name is not always the class's `base_model_prefix` (Llama 4).
+    Its name is not always the class's `base_model_prefix` (Llama 4), and it may be a part of a part (a vision model that
+    contains a causal language model, such as Llama 4 with its vision tower).
+
+    Returns:
+        The module of which it is a part, its name there, and the part itself.
     """
-    embedding = model.get_input_embeddings()
-    for name, part in model.named_children():
-        if any(module is embedding for module in part.modules()):
-            return name, part
-    raise EngineError(f"{type(model).__name__}: no part of the model has the input embedding")
+    first, last = model.get_input_embeddings(), output_embedding(model)
+    inside = model
+    while True:
+        parts = [(name, part) for name, part in inside.named_children() if _contains(part, first)]
+        if not parts:
+            raise EngineError(f"{type(model).__name__}: no part of the model has the input embedding")
+        name, part = parts[0]
+        if part is first or not _contains(part, last):
+            return inside, name, part
+        inside = part
+
+
+def _contains(part: torch.nn.Module, wanted: torch.nn.Module) -> bool:
+    return any(module is wanted for module in part.modules())
 
 
 def _agree(logits: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -222,11 +222,20 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
         model=model,
         device=device,
         dtype=dtype,
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        vocab_size=int(output_embedding(model).weight.shape[0]),
         max_positions=_max_positions(model),
         rope_limit=_rope_limit(text_config),
         autocast=autocast,
     )
+
+
+def output_embedding(model: Any) -> Any:
+    """Return the layer of a model, or of the language model in it, that computes logits. Raise EngineError if it has none."""
+    parts = (part for part in (model, *model.children()) if hasattr(part, "get_output_embeddings"))
+    found = next((layer for part in parts if (layer := part.get_output_embeddings()) is not None), None)
+    if found is None:
+        raise EngineError(f"{type(model).__name__} has no output embedding, so its log-probs cannot be computed")
+    return found
 
 
 @contextmanager

@@ -469,11 +469,12 @@ def _recurrent_part(model: Any) -> str | None:
     comparing log-probs, because in bfloat16 the effect of a small leak is lost in rounding. Each state-space, linear-attention
     or RWKV block contains a convolution over time or one of the parameters in `states`.
     """
-    for name, module in model.named_modules():
+    decoder = model.get_decoder()  # audio encoders have convolutions too
+    for name, module in decoder.named_modules():
         if isinstance(module, torch.nn.Conv1d):
             return str(name)
     states = ("A_log", "dt_bias", "time_decay")
-    return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
+    return next((name for name, _ in decoder.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
 
 
 @torch.inference_mode()
