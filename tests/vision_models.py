@@ -137,11 +137,15 @@ def smolvlm() -> tuple[Any, Any]:
     return tf.SmolVLMForConditionalGeneration(config), processor
 
 
-def _qwen(kind: str, sight: dict[str, Any], rope_more: dict[str, Any] | None = None, **text: Any) -> tuple[Any, Any]:
+def _qwen(
+    kind: str, sight: dict[str, Any], rope_more: dict[str, Any] | None = None, processor_of: str | None = None, **text: Any
+) -> tuple[Any, Any]:
     tokenizer = _tokenizer("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
     size = {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}
     image_processor = Qwen2VLImageProcessorPil(size=size, patch_size=8)
-    processor = _without_videos(lambda videos: getattr(tf, f"{kind}Processor")(image_processor, tokenizer, videos))
+    processor = _without_videos(
+        lambda videos: getattr(tf, f"{processor_of or kind}Processor")(image_processor, tokenizer, videos)
+    )
     ids = {
         name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "video_pad", "vision_start", "vision_end")
@@ -172,6 +176,15 @@ def qwen3_vl() -> tuple[Any, Any]:
     sight: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
     sight |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return _qwen("Qwen3VL", sight, {"mrope_interleaved": True}, head_dim=_head())
+
+
+def qwen3_5() -> tuple[Any, Any]:
+    """Layers of linear attention, and a config that transformers also lists as a causal language model's."""
+    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"], "num_position_embeddings": 64}
+    linear = {f"linear_{name}": size for name, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    return _qwen("Qwen3_5", sight, {"mrope_interleaved": True}, "Qwen3VL", head_dim=_head(), layer_types=layers, **linear)
 
 
 def internvl() -> tuple[Any, Any]:
@@ -221,6 +234,8 @@ FAMILIES = {
     "InternVL": internvl,
     "LLaVA-OneVision": llava_onevision,
 }
+#: A family whose sequences are never packed.
+PADDED = {"Qwen3.5": qwen3_5}
 
 
 #: Parts of names of parameters -> standard deviation, so that images and positions matter; 0.1 for others.
@@ -230,7 +245,7 @@ _SIZES = {"project": 0.5, "connector": 0.5, "merger": 0.5, "q_proj": 0.2, "k_pro
 def make(family: str, folder: Path, seed: int = 0) -> Any:
     """Write a model and its tokenizer, and its processor if it is LOADABLE, into a folder; return the processor."""
     torch.manual_seed(seed)
-    model, processor = FAMILIES[family]()
+    model, processor = {**FAMILIES, **PADDED}[family]()
     token = processor.image_token
     around = ("<|vision_start|>", "<|vision_end|>") if token == "<|image_pad|>" else ("", "")
     template = _TEMPLATE.replace("IMAGE", around[0] + token + around[1])

@@ -154,6 +154,16 @@ def test_values_of_padded_batches_are_those_of_a_plain_forward(family, monkeypat
     assert far(found, plain_forward(family, rows())) <= 1e-4
 
 
+def test_the_class_that_saved_a_checkpoint_reads_its_images(tmp_path):
+    """transformers lists Qwen3.5 as a causal language model too, by a class without a vision tower."""
+    PROCESSORS[tmp_path] = make("Qwen3.5", tmp_path)
+    expected = plain_forward(tmp_path, rows())
+    with pytest.warns(UserWarning, match="Qwen3_5ForConditionalGeneration uses the padded path"):
+        engine = TorchEngine(str(tmp_path), "float32", "cpu")
+    for values, plain in zip(engine.score(engine_sequences(tmp_path, rows())), expected, strict=True):
+        assert np.abs(values - plain).max() < 1e-4
+
+
 def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
     monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
     engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)

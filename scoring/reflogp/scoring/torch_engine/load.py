@@ -346,11 +346,14 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
     """Return (class of the model, number of the model's parameters); tied parameters are counted once.
 
     Vision-language models can be used to score text too, but transformers lists only some of them as causal language models.
-    The others are loaded as image-text-to-text models.
+    The others are loaded as image-text-to-text models. If transformers lists a config as both, the class that saved the
+    checkpoint decides (the causal class of Qwen3.5 has no vision part, that of Emu3 other names of weights).
     """
-    kind = type(config)
-    is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
-    auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    kind, saved_by = type(config), config.architectures or ()
+    both = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    listed = [auto for auto in both if kind in auto._model_mapping]
+    saved = [auto for auto in listed if auto._model_mapping[kind].__name__ in saved_by]
+    auto_class = (*saved, *listed, AutoModelForCausalLM)[0]
     with torch.device("meta"):
         model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     return type(model), sum(parameter.numel() for parameter in model.parameters())
