@@ -9,12 +9,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.load import in_memory
 from reflogp.scoring.torch_engine.sequences import problem_of
 from tests.conftest import plain_token_logps
 from tools.families import FAMILIES, VOCAB, build
 from tools.fidelity import measure, some_pairs, spread_among_neighbours
+from tools.tiny_models import tiny_model
 
 #: Two bfloat16 passes of one model round differently, so their errors against float32 differ by chance. Five percent is
 #: several times what other seeds show.
@@ -86,25 +88,9 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
 
 def test_heads_may_differ_in_size_by_layer(tmp_path):
     """Gemma 4 has wider heads in its layers of full attention; its config refuses to name one size for all layers."""
-    torch.manual_seed(0)
-    config = transformers.Gemma4TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"],
-        final_logit_softcapping=30.0,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        initializer_range=0.3,
-        pad_token_id=0,
-    )
-    transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
+    built = tiny_model("gemma4_text", AutoModelForCausalLM)
+    assert len({layer.self_attn.head_dim for layer in built.model.layers}) == 2
+    built.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
     sequences = some_pairs(8)
     engine = TorchEngine(str(tmp_path), "float32")
@@ -195,6 +181,38 @@ def test_a_vision_model_whose_text_model_has_another_attention(tmp_path):
         warnings.simplefilter("ignore")
         [values] = TorchEngine(str(tmp_path), "float32").score([sequence])
     assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
+def test_a_model_that_is_causal_with_eager_attention_only_is_scored_with_it(tmp_path):
+    """Without padding and images, SDPA lets PaliGemma's tokens attend to later ones, so also to those that they predict."""
+    tiny_model("paligemma", AutoModelForImageTextToText).save_pretrained(tmp_path)
+    sequences = some_pairs(4)
+    with pytest.warns(UserWarning, match="padded path"):
+        engine = TorchEngine(str(tmp_path), "float32")
+    causal, leaky = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path, dtype="float32", attn_implementation=name)
+        for name in ("eager", "sdpa")
+    )
+    for values, sequence in zip(engine.score(sequences), sequences, strict=True):
+        ids = sequence.prompt_ids, sequence.completion_ids
+        assert np.abs(values - plain_token_logps(causal, *ids)).max() <= 1e-4
+        assert np.abs(values - plain_token_logps(leaky, *ids)).max() > 0.1, "transformers has mended it: drop the fallback"
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path):
+    tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=VOCAB, **tiny, initializer_range=0.3)
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="BertLMHeadModel is not a causal language model: the log-probs of tokens change by"):
+        TorchEngine(str(tmp_path), "float32")
+
+
+def test_an_encoder_decoder_model_is_refused(tmp_path):
+    """Its decoder alone would be loaded as a causal language model."""
+    tiny = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=VOCAB, **tiny)).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="bart is an encoder-decoder model"):
+        TorchEngine(str(tmp_path), "float32")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsErro
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
-from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images
+from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images, require_causal
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
@@ -128,8 +128,9 @@ class TorchEngine:
         self.image_check: ImageCheck | None = None
         self._features = ImageFeatures(self._loaded.model, self.device)
         self._tokens_per_second = math.inf
-        self._own_attention = attention_names(self._loaded.model.config)
         with memory_errors(self.device, "the self-check was running"), on_device(self.device):
+            require_causal(self._loaded)
+            self._own_attention = attention_names(self._loaded.model.config)
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
             self._other_head = lm_head_dtype if lm_head_dtype not in (None, own_head) else None

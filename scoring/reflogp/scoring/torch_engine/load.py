@@ -348,7 +348,14 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
     Vision-language models can be used to score text too, but transformers lists only some of them as causal language models.
     The others are loaded as image-text-to-text models. If transformers lists a config as both, the class that saved the
     checkpoint decides (the causal class of Qwen3.5 has no vision part, that of Emu3 other names of weights).
+
+    Raises EngineError for an encoder-decoder model.
     """
+    if config.is_encoder_decoder:
+        raise EngineError(
+            f"{config.model_type} is an encoder-decoder model: it reads a prompt in another way than it writes a completion, "
+            "and only decoder-only models can be scored"
+        )
     kind, saved_by = type(config), config.architectures or ()
     both = (AutoModelForCausalLM, AutoModelForImageTextToText)
     listed = [auto for auto in both if kind in auto._model_mapping]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reflogp.scoring.errors import PictureError
+from reflogp.scoring.errors import EngineError, PictureError
 from reflogp.scoring.torch_engine import compilation, forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
@@ -47,6 +47,10 @@ _PROMPT, _COMPLETIONS = 40, (31, 17)
 #: Number of tokens of the long prompt, and the largest number that it may have so that it exceeds the model's sliding window.
 #: On a CPU, a model with a larger window is not worth the wait: a 7B model reads about 50 tokens a second there.
 _LONG_PROMPT, _LONGEST_PROMPT = 640, {"cpu": 1_100, "cuda": 4_200}
+#: Root mean square difference, in nats per token, above which a model's log-probs depend on later tokens. Those of causal
+#: models do not change at all on a CPU, and with 8-bit weights, whose outliers are columns of the whole pass, by 0.01. Those of
+#: BERT and of PaliGemma without a mask change by more than half a nat.
+_LEAK = 0.3
 #: Number of rows on which the head is checked: several tiles, and one row more.
 _HEAD_ROWS = 257
 #: Maximum number of sequences that the engine passes to `check_images`: the first sequences with images that it scores.
@@ -103,6 +107,38 @@ class ImageCheck:
     reason: str
     both_ways: bool = False
     refused_kernels: tuple[str, ...] = ()
+
+
+def require_causal(loaded: LoadedModel) -> None:
+    """Raise EngineError if the model's own forward cannot score a text, or if a token's log-prob depends on later tokens.
+
+    Without padding, the attention that a model uses by default may ignore that the model is causal (PaliGemma under SDPA). Such
+    a model is switched to transformers' eager attention.
+    """
+    model, sequence = loaded.model, _samples(loaded)[0][0]
+    kept = len(sequence.completion_ids) // 2
+    later = [(token + 1) % loaded.vocab_size for token in sequence.completion_ids[kept:]]
+    others = [*sequence.completion_ids[:kept], *later]
+    difference = 0.0
+    for implementation in (None, "eager"):
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+        try:
+            with loaded.computing():
+                values = _plain(model, sequence, loaded.device)[:kept]
+                changed = _plain(model, Sequence(sequence.prompt_ids, others), loaded.device)[:kept]
+        except Exception as error:  # models that need images, for example
+            if is_out_of_memory(error):
+                raise
+            name = type(model).__name__
+            raise EngineError(f"{name} cannot score a text of {len(sequence)} tokens: {_reason(error)}") from error
+        difference, _ = _compare([changed], [values], _LEAK)
+        if not difference > _LEAK:  # nan too, which is an error of each sequence
+            return
+    raise EngineError(
+        f"{type(model).__name__} is not a causal language model: the log-probs of tokens change by {difference:.3g} nats (root "
+        "mean square) if later tokens change"
+    )
 
 
 def check_images(
