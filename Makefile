@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench sm90 setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity matrix hub-versions clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench sm90 setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity sweep matrix hub-versions clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,9 @@ setup-skypilot: .venv-skypilot/stamp  ## SkyPilot in an environment of its own, 
 
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tools.fidelity
+
+sweep: .venv/dev.stamp  ## measure a tiny model of every class of transformers and write them to docs/fidelity.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.sweep
 
 matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
 	$(BIN)/python -m tools.matrix

@@ -25,6 +25,7 @@ LONGEST = (
     "scoring/test_ray",
     "trainer_ext/test_swift",
     "service/test_helping",
+    "scoring/test_sweep",
     "trainer_ext/test_axolotl",
     "trainer_ext/test_ordinary_runs",
     "trainer_ext/test_unsloth",

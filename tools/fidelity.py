@@ -1,6 +1,6 @@
 """Measure the table of docs/fidelity.md: the scoring path of every family, and its errors against plain forward passes.
 
-`make fidelity` writes the table; the tests assert the same numbers.
+`make fidelity` writes the table, and keeps the section of `tools.sweep`; the tests assert the same numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tests.conftest import plain_token_logps
 from tools.families import FAMILIES, VOCAB, build
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "fidelity.md"
+#: Heading of the section of that page which tools/sweep.py writes; it is the last one.
+SWEEP = "## Every class of transformers"
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def write_table() -> None:
         "An error is the difference, in nats, between a token's log-prob and its log-prob from the plain forward pass.",
         "RMS is the root mean square over all tokens.",
         "For each family, 128 sequences were scored on a CPU with a tiny model that has random weights. Each prompt is shared",
-        "by four of the sequences. `make fidelity` writes this page.",
+        "by four of the sequences. `make fidelity` writes this part of the page.",
         "",
         "- The path is the way in which the torch engine scores sequences. The engine chooses a path when it loads the",
         "  model. On the *packed* path, it packs sequences without padding and computes a shared prompt only once. On the",
@@ -146,7 +148,8 @@ def write_table() -> None:
         trl = "fails" if found.trl_bfloat16 is None else f"{found.trl_bfloat16:.4f}"
         lines.append(f"| {name} | {found.path} | {found.float32_max:.1e} | {found.bfloat16_rms:.4f} | {trl} |")
         print(lines[-1], flush=True)
-    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    *_, sweep = TABLE.read_text(encoding="utf-8").partition(f"\n{SWEEP}\n")
+    TABLE.write_text("\n".join([*lines, "", SWEEP, sweep]), encoding="utf-8")
 
 
 if __name__ == "__main__":
