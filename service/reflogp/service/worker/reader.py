@@ -125,7 +125,7 @@ def read_rows(
 def _read_on(
     reading: Reading, check: Callable[[], None], load_vision: Callable[[], VisionProcessor | None]
 ) -> Iterator[TokenizedRows]:
-    after, alone, bad, slow = -1, False, dict[int, str](), 0
+    after, alone, bad, slow, ended_after = -1, False, dict[int, str](), 0, -2
     vision: VisionProcessor | None = None
     while True:
         row = None
@@ -143,12 +143,14 @@ def _read_on(
             return
         except ProcessEndedError as end:
             if row is not None and (alone or end.timed_out):
-                bad = {**bad, row: _why(end, reading)}
+                bad[row] = _why(end, reading)
                 slow += end.timed_out
-            elif alone:
-                raise DatasetError(f"{reading.file}: reading the rows after row {after} {end}") from None
+            elif alone and after == ended_after:
+                rows = f"the rows after row {after}" if after >= 0 else "its first rows"
+                raise DatasetError(f"{reading.file}: reading {rows} {end}") from None
             else:
                 alone = True
+            ended_after = after
             if slow == SLOW_ROWS:
                 raise DatasetError(
                     f"{slow} rows took more than {reading.row_seconds:g} s of processor time each: check the chat template "
