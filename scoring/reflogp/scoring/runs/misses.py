@@ -58,7 +58,7 @@ class Ended:
     error: BaseException | None
 
 
-Outcome = Scored | Failed | Committed
+Event = Scored | Failed | Committed
 
 
 @dataclass

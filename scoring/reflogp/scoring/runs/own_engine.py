@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from reflogp.scoring.engines import Engine
-from reflogp.scoring.runs.misses import Ended, Failed, Miss, Outcome, Work
+from reflogp.scoring.runs.misses import Ended, Event, Failed, Miss, Work
 from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import span
@@ -32,9 +32,9 @@ class OwnEngine:
         self._pipeline: ScoringPipeline | None = None
         self._counted_before = TokenCounts()
         self._table: LogprobTable
-        self._tell: Callable[[Outcome | Ended], None]
+        self._tell: Callable[[Event | Ended], None]
 
-    def open(self, table: LogprobTable, tell: Callable[[Outcome | Ended], None]) -> None:
+    def open(self, table: LogprobTable, tell: Callable[[Event | Ended], None]) -> None:
         """Set the table for the values, and the function that is called, in any thread, with what becomes of the misses."""
         self._table, self._tell = table, tell
 

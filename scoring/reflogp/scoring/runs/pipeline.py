@@ -25,9 +25,8 @@ import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
-from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored
-from reflogp.scoring.torch_engine.sequences import Logps, Sequence
-from reflogp.scoring.torch_engine.sequences import Outcome as Values
+from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored
+from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable
 
@@ -62,7 +61,7 @@ class ScoringPipeline:
         engine: Engine,
         table: LogprobTable,
         provenance: dict[str, Any],
-        tell: Callable[[Outcome | Ended], None],
+        tell: Callable[[Event | Ended], None],
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
@@ -145,7 +144,7 @@ class ScoringPipeline:
             error = caught
         self._passes.put(Ended(error))
 
-    def _land(self, flow: Iterator[list[tuple[int, Values]]]) -> _Pass | None:
+    def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
         """Return the outcomes of the engine's next pass.
 
         Return an empty list if no group is available and no pass is running, and None after the last pass.
@@ -251,7 +250,7 @@ class _Group:
 
 
 #: The outcomes of one pass, each with its miss and the group of the miss.
-_Pass = list[tuple[Miss, _Group, Values]]
+_Pass = list[tuple[Miss, _Group, Outcome]]
 
 
 class _Groups(Iterator[list[Sequence]]):

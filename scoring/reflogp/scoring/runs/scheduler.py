@@ -23,7 +23,7 @@ import pyarrow as pa
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
-from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored, Work
+from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.runs.own_engine import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
@@ -152,8 +152,8 @@ class Scheduler:
         self._window = min(commit_sequences, COMMIT_SEQUENCES)
         self._unit_sequences = unit_sequences or commit_sequences
         self._table: LogprobTable
-        self._report: Callable[[Outcome], None]
-        self._news: queue.SimpleQueue[Outcome | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
+        self._report: Callable[[Event], None]
+        self._news: queue.SimpleQueue[Event | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
         self._members: list[_Member] = []
         self._clock = Clock()
         self._queue = UnitQueue()
@@ -167,7 +167,7 @@ class Scheduler:
         self._busy_since = 0.0
         self._work = Work()
 
-    def open(self, table: LogprobTable, report: Callable[[Outcome], None]) -> None:
+    def open(self, table: LogprobTable, report: Callable[[Event], None]) -> None:
         """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss.
 
         This method is called once, before any other method.
@@ -350,7 +350,7 @@ class Scheduler:
         oldest, _ = next(iter(member.flying.values()))
         return not (oldest.suspect or self._queue.is_suspect())
 
-    def _take(self, news: Outcome | Ended | tuple[_Member, Future[Any]]) -> None:
+    def _take(self, news: Event | Ended | tuple[_Member, Future[Any]]) -> None:
         """Handle an event of this process's engine, or a worker's response."""
         match news:
             case Ended(error):

@@ -19,7 +19,7 @@ from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedWindows
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.scoring.runs.misses import Committed, Failed, Miss, Outcome, Scored
+from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
@@ -339,9 +339,9 @@ class _Run:
             summary.tokens_per_second = summary.tokens / work.seconds
         summary.sharing_gain = work.token_counts.sharing_gain
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, event: Event) -> None:
         """Count what became of misses, and report it."""
-        match outcome:
+        match event:
             case Scored(misses):
                 tokens = sum(len(miss.sequence) for miss in misses)
                 self._summary.scored += len(misses)

@@ -24,7 +24,7 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
-from reflogp.scoring.runs.misses import Committed, Ended, Failed, Miss, Outcome, Scored
+from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored
 from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -252,7 +252,7 @@ class UnitScorer:
         """Start no further passes, commit the values that are already computed, and return; see ScoringPipeline.stop."""
         self._computing.stop()
 
-    def _happened(self, event: Outcome | Ended) -> None:
+    def _happened(self, event: Event | Ended) -> None:
         with self._changed:
             match event:
                 case Scored(misses):
