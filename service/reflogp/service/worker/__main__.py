@@ -50,7 +50,6 @@ from reflogp.service.log_lines import LogLine
 from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
-from reflogp.service.worker.limited import start_fork_server
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
 from reflogp.service.worker.reader import default_memory
 from reflogp.service.worker.write_back import WriteBack
@@ -139,7 +138,6 @@ class Worker:
 
     def run(self, source: BinaryIO) -> None:
         """Run until the service sends the frame `exit`, or until the service itself exits."""
-        start_fork_server()
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))

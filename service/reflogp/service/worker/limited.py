@@ -15,7 +15,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Generator
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,12 +51,6 @@ class ProcessEndedError(Exception):
         self.timed_out = timed_out
 
 
-def start_fork_server() -> None:
-    """Start the fork server, so that it imports the libraries before the first process is needed. Returns at once."""
-    multiprocessing.set_forkserver_preload([_PRELOADED])
-    forkserver.ensure_running()
-
-
 def messages(
     function: Callable[..., None], *arguments: Any, memory: int, check: Callable[[], None] = lambda: None
 ) -> Generator[bytes]:
@@ -73,8 +66,8 @@ def messages(
 
     Raises ProcessEndedError if the process ends in another way than by returning from the function.
     """
-    start_fork_server()
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOADED])
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sending, memory, function, arguments), name="reflogp-reader", daemon=True)
     process.start()
