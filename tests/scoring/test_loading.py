@@ -435,7 +435,7 @@ def test_a_model_larger_than_the_device_is_refused_while_others_stay(reference_f
         for dtype in ("float32", "bfloat16")
     }
     there, larger = models
-    limits = {"row_bytes": GIB, "dataset_bytes": GIB, "group_bytes": GIB, "row_seconds": 10.0, "max_tokens_bytes": GIB}
+    limits = {"reader_bytes": GIB, "row_seconds": 10.0, "max_tokens_bytes": GIB}
     worker = Worker(
         WorkerConfiguration(
             device="cpu",
