@@ -85,14 +85,18 @@ def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path,
 def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
     rows = token_rows(2600, seed=5)
     first, second = write_rows(tmp_path / "a.jsonl", rows[:2200]), write_rows(tmp_path / "b.jsonl", rows[2200:])
+    few = [token_rows(4, seed=seed) for seed in (8, 9)]
     with Client(service.url) as client:
+        few_jobs = [client.submit(write_rows(tmp_path / f"{n}.jsonl", part), "ref").id for n, part in enumerate(few)]
+        assert [client.watch(job).state for job in few_jobs] == ["done"] * 2  # the first job of a worker starts later
         one = client.submit(first, "ref")
         wait_until(lambda: helping(service))
         two = client.watch(client.submit(second, "ref").id)
         state = client.job(one.id).state
         one = client.watch(one.id)
     assert (one.state, two.state, state) == ("done", "done", "running"), "".join(service.log)
-    values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", rows), reference_folder, tmp_path)
+    everything = [*rows, *few[0], *few[1]]
+    values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", everything), reference_folder, tmp_path)
 
 
 @pytest.mark.slow

@@ -94,7 +94,6 @@ def print_json(summary: dict[str, Any]) -> None:
 def quiet_libraries() -> None:
     """Hide FutureWarnings, and the progress bars and log messages (except errors) of the libraries that load models."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)
     from transformers.utils import logging as transformers_logging
 

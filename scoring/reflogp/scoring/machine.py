@@ -280,11 +280,7 @@ def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def quiet_libraries() -> None:
-    """Make transformers log only errors and show no progress bars.
-
-    Also set TOKENIZERS_PARALLELISM, unless it is already set, so that the tokenizers library does not warn after a fork.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    """Make transformers log only errors and show no progress bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

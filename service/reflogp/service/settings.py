@@ -336,7 +336,7 @@ class ServerSettings(BaseSettings):
     )
     max_reader_bytes: int | None = Field(
         None,
-        ge=1 << 30,
+        ge=2 << 30,
         description="Maximum memory in bytes of the process that reads and tokenizes a job's dataset, in addition to what its "
         "libraries take. By default, 8 GiB, or half of the machine's memory if that is less.",
     )

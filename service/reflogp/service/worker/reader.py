@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import datasets  # noqa: F401 - imported by the fork server, so that no process has to
 import psutil
 import pyarrow as pa
 
@@ -98,8 +99,11 @@ class Reading:
 
 
 def default_memory() -> int:
-    """Return the default of `Reading.memory`: 8 GiB, or half of the machine's memory if that is less."""
-    return min(8 << 30, int(psutil.virtual_memory().total) // 2)
+    """Return the default of `Reading.memory`: 8 GiB, or half of the machine's memory if that is less, but at least 2 GiB.
+
+    `datasets` allocates 1.3 GB to find out that an Arrow file is no stream.
+    """
+    return max(2 << 30, min(8 << 30, int(psutil.virtual_memory().total) // 2))
 
 
 def read_rows(
