@@ -6,20 +6,19 @@ from typing import Any
 
 from pipeline import clocked
 
+from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.on_ray.workers import NodeWorker
+from reflogp.store import Reference
 
 
 class ClockedWorker(NodeWorker):
     """A NodeWorker that loads the simulated engine instead of a model."""
 
     def prepare(self) -> dict[str, Any]:
-        self._choice = _Clock()  # type: ignore[assignment]
+        self._choice = _Clock("torch", "cpu")
         return super().prepare()
 
 
-class _Clock:
-    def gpus(self) -> int:
-        return 0
-
-    def make(self, model: str, reference: Any) -> Any:
+class _Clock(EngineChoice):
+    def make(self, model: str, reference: Reference) -> Any:
         return clocked(model)
