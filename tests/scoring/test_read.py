@@ -202,3 +202,11 @@ def test_what_cannot_be_opened_says_why(tmp_path, name, content, says):
 def test_a_hub_name_without_a_network_says_so():
     with pytest.raises(DatasetError, match="is not a local file or folder, and cannot be loaded from the hub"):
         RowSource("someone/some-dataset")
+
+
+def test_no_cache_folder_is_needed(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/nowhere")
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert columns_of(tmp_path / "a.jsonl") == columns_of(tmp_path) == [ROWS[0]]

@@ -130,7 +130,8 @@ def test_every_format_reads_as_on_the_command_line(model, tmp_path):
     for path in sorted(tmp_path.iterdir()):
         found = read(reading(path, model))
         assert found == rows_of(tokenize_dataset(RowSource(str(path)), tokenizer)), path
-        assert count_rows(reading(path, model), lambda: None) == len(found[0]) + len(found[1]), path
+        count = None if path.suffix == ".json" else len(found[0]) + len(found[1])
+        assert count_rows(reading(path, model), lambda: None) == count, path
 
 
 # Files that stand for far more than they are

@@ -47,10 +47,12 @@ def open_builder(path: Path, form: str) -> Any:
 
     # `datasets` logs the errors that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    options = {"cache_dir": tempfile.gettempdir()}  # a builder makes this folder, though a stream is not cached
     if form == "folder":
-        return datasets.load_dataset_builder(str(path))
-    with_tabs = {"sep": "\t"} if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else {}
-    return datasets.load_dataset_builder("json" if form == "jsonl" else form, data_files=glob.escape(str(path)), **with_tabs)
+        return datasets.load_dataset_builder(str(path), **options)
+    if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]):
+        options["sep"] = "\t"
+    return datasets.load_dataset_builder("json" if form == "jsonl" else form, data_files=glob.escape(str(path)), **options)
 
 
 class LocalFiles:

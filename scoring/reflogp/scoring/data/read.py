@@ -181,6 +181,10 @@ class RowSource:
             return sum(_rows_of_arrow(file) for file in self.files)
         return sum(1 for _ in self._rows())
 
+    def count_unless_in_memory(self) -> int | None:
+        """Return the number of rows, or None for a JSON array, which would be in memory as a whole once more."""
+        return None if self.is_json_array() else self.count()
+
     def is_json_array(self) -> bool:
         """Return True if a file contains a JSON array, which is read into memory as a whole."""
         if self.format not in ("json", "jsonl"):

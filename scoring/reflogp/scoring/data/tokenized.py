@@ -77,7 +77,7 @@ class TokenizedDataset:
 
     def count(self) -> int | None:
         """Return the number of rows, including unreadable rows; None for a JSON array, which would be in memory twice."""
-        return None if self.source.is_json_array() else self.source.count()
+        return self.source.count_unless_in_memory()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
         return tokenize_dataset(

@@ -69,8 +69,8 @@ class JobDataset:
             raise StoppedError
         self._check_given()
 
-    def count(self) -> int:
-        """Return the number of rows, including unreadable rows."""
+    def count(self) -> int | None:
+        """See TokenizedWindows.count."""
         if not self._kept.is_file():
             return count_rows(self._reading, self._check)
         with pa.memory_map(str(self._kept)) as file:

@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 #: Maximum number of bytes of a message. A longer one comes from a process that a file has taken over.
 _MOST_BYTES = 4 << 30
 #: Maximum number of bytes of a file that the process writes, such as a decompressed copy.
-_MOST_FILE_BYTES = 32 << 30
+_MOST_FILE_BYTES = 256 << 30
 #: Exit status of a process in which a MemoryError was raised.
 _OUT_OF_MEMORY = 3
 #: Maximum number of threads of each pool.
@@ -51,9 +51,7 @@ class ProcessEndedError(Exception):
         self.timed_out = timed_out
 
 
-def messages(
-    function: Callable[..., None], *arguments: Any, memory: int, check: Callable[[], None] = lambda: None
-) -> Generator[bytes]:
+def messages(function: Callable[..., None], *arguments: Any, memory: int, check: Callable[[], None]) -> Generator[bytes]:
     """Call function(connection, *arguments) in a process, and yield the messages that it sends with `send_bytes`.
 
     The process is killed when the generator is closed, or when `check` raises an error.
