@@ -177,13 +177,17 @@ def _length(item: pa.Table | str) -> int:
 def _write_good_rows(rows: Iterator[JsonRow], file: Path) -> tuple[dict[int, str], int]:
     """Write the rows that can be read to a file of JSON Lines. Return (dict from bad rows' numbers to reasons, number of rows
     written)."""
+    from datasets.utils.json import ujson_loads
+
     problems: dict[int, str] = {}
     written = 0
     with file.open("w", encoding="utf-8") as copy:
         for number, (row, problem) in enumerate(rows):
             if problem is None:
                 try:
-                    copy.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                    line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+                    ujson_loads(line)  # `datasets` refuses numbers of more than 64 bits
+                    copy.write(line + "\n")
                     written += 1
                     continue
                 except ValueError as error:
