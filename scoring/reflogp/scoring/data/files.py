@@ -47,12 +47,12 @@ def open_builder(path: Path, form: str) -> Any:
 
     # `datasets` logs the errors that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    options = {"cache_dir": tempfile.gettempdir()}  # a builder makes this folder, though a stream is not cached
-    if form == "folder":
-        return datasets.load_dataset_builder(str(path), **options)
-    if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]):
-        options["sep"] = "\t"
-    return datasets.load_dataset_builder("json" if form == "jsonl" else form, data_files=glob.escape(str(path)), **options)
+    options = {"sep": "\t"} if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else {}
+    with tempfile.TemporaryDirectory(prefix="reflogp-") as cache:  # a builder locks a file there, though a stream is not cached
+        if form == "folder":
+            return datasets.load_dataset_builder(str(path), cache_dir=cache)
+        kind, files = "json" if form == "jsonl" else form, glob.escape(str(path))
+        return datasets.load_dataset_builder(kind, data_files=files, cache_dir=cache, **options)
 
 
 class LocalFiles:
