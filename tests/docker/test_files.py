@@ -26,7 +26,7 @@ from tests.store.s3 import s3_server
 DOCKER = REPOSITORY / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 #: Where workers run is fixed by the image, and so is where it listens and where its state lies.
-FIXED = {"state", "host", "port", "executor", "ray_address", "ray_workers"}
+FIXED = {"state", "host", "port"}
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess:

@@ -12,25 +12,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reflogp.client import Client
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.on_ray.cluster import connected, require_visible, resources_of
+from reflogp.scoring.on_ray.cluster import connected, require_visible
 from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.vision import load_processor
-from reflogp.service.ray_processes import ray_workers
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
 from tests.scoring.spread_runs import assert_same_runs, odd_rows
 from tests.scoring.stored_rows import rows_of, same_rows
 from tests.scoring.watching import Watching
-from tests.service.serving import running, settings_file, token_rows, wait_for
+from tests.service.serving import token_rows
 from tests.vision_models import make, pairs_with_files
 
 pytestmark = pytest.mark.slow
@@ -195,37 +193,6 @@ def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 2
     assert "cannot connect to a Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr
-
-
-def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(cluster, reference_folder, tmp_path):
-    on_ray = {"executor": "ray", "ray_address": cluster.address, "ray_workers": 1, "devices": ["cpu"]}
-    passes = {"token_budget": 128, "commit_seconds": 0.1}
-    model = {"model": str(reference_folder), "dtype": "float32"}
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": model}, **on_ray, **passes)
-    with running("--config", file) as service, Client(service.url) as client:
-        service.worker_ready(timeout=120)
-        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=9)), "ref").id
-        wait_for(client, job, lambda found: found.progress.scored > 50)
-        [relay] = actors("Relay")
-        relay.send_signal(signal.SIGKILL)
-        ended = client.watch(job)
-        assert (ended.state, ended.attempts, ended.error) == ("done", 2, None), "".join(service.log)
-        assert ended.summary["hits"] > 50 and ended.summary["hits"] + ended.summary["scored"] == 800
-        scores = client.score("ref", [[1, 5, 9]], [[7, 2]])
-        assert len(scores.token_logps[0]) == 2
-    assert Store(tmp_path / "store")[ended.reference_id].totals()[1] == 800
-
-
-def test_a_services_worker_reserves_the_gpus_of_its_largest_model(cluster, tmp_path):
-    gpus = cluster.add_node(num_cpus=0, num_gpus=5)  # GPUs that Ray only counts
-    try:
-        for each, count in ((1, 5), (2, 2), (4, 1)):
-            workers = ray_workers(cluster.address, "cuda", None, str(tmp_path / "store"), tmp_path, each)
-            assert (workers.count, resources_of(workers.choice)) == (count, {"num_gpus": each, "num_cpus": 0})
-        workers = ray_workers(cluster.address, "cpu", 3, str(tmp_path / "store"), tmp_path, 4)
-        assert (workers.count, resources_of(workers.choice)) == (3, {"num_gpus": 0, "num_cpus": 1})
-    finally:
-        cluster.remove_node(gpus)
 
 
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):

@@ -26,7 +26,7 @@ from reflogp.store.texts import visible
 _EXTRAS = {
     "service": "score, serve or join",
     "trainer": "train with TRL",
-    "ray": 'score with --ray, or serve with executor = "ray"',
+    "ray": "score with --ray",
     "openrlhf": "train with OpenRLHF",
 }
 _COLORS = {"ok": "green", "note": "yellow", "broken": "red"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,7 +24,6 @@ from reflogp.service.metrics import Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
-from reflogp.service.processes import Start, start_here
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import RequestIds
 from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
@@ -55,7 +54,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     Raises:
         UsageError: another service uses the same state folder, the folder or the job ledger in it cannot be used, or the
-            settings contain a store URI, a reference, a device or an executor that cannot be used.
+            settings contain a store URI, a reference or a device that cannot be used.
         CheckpointError: the model folder of a reference cannot be used (see ReferenceRegistry).
     """
     folder = settings.state_folder()
@@ -80,13 +79,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
         at_online = await online.on_death(worker, reason)
         await precompute.on_death(worker, reason, blame=not at_online)
 
-    workers, start, end = _workers(settings, registry, folder)
-    most = settings.max_worker_bytes
-    if most is None and settings.executor == "local":  # Ray itself limits the memory of its workers
-        most = total_memory() * 9 // 10
-    configurations = _configurations(settings, registry, folder, workers)
-    silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
-    pool = Pool(configurations, start, on_frame, on_death, most, silence, longest)
+    configurations = _configurations(settings, registry, folder, _devices(settings, registry))
+    most = settings.max_worker_bytes or total_memory() * 9 // 10
+    pool = Pool(configurations, on_frame, on_death, most, settings.worker_silence_seconds, settings.max_pass_seconds)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -97,7 +92,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
         precompute.drain()
         await pool.close()
         await precompute.close()
-        end()
         ledger.close()
         lock.close()
 
@@ -126,28 +120,14 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _workers(
-    settings: ServerSettings, registry: ReferenceRegistry, folder: Path
-) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return (devices of the workers, function that starts a worker, function to call at shutdown).
-
-    The list of devices has one entry for each worker. It is empty if no models are configured.
-    """
-    if not registry.named():
-        return [], start_here, lambda: None
+def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Place]:
+    """Return the device of each worker. The list is empty if no models are configured."""
     models = [settings.references[name] for name in registry.named()]
-    gpus_each = max(1, *(model.gpus() for model in models))
-    if settings.executor == "local":
-        engines = {model.engine for model in models}
-        devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
-        return places(devices, gpus_in_a_child, gpus_each, "vllm" in engines), start_here, lambda: None
-    try:
-        from reflogp.service.ray_processes import ray_workers
-    except ImportError as error:
-        raise UsageError(f"the executor `ray` needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
-    device = "auto" if settings.devices == ["all"] else settings.devices[0]
-    workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder, gpus_each)
-    return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
+    if not models:
+        return []
+    engines = {model.engine for model in models}
+    devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
+    return places(devices, gpus_in_a_child, max(1, *(model.gpus() for model in models)), "vllm" in engines)
 
 
 def _configurations(
@@ -170,7 +150,7 @@ def _configurations(
         device="auto",
         visible=None,
         workers=len(workers),
-        sharing=max(1, sum(place.device == "cpu" for place in workers)) if settings.executor == "local" else 1,
+        sharing=max(1, sum(place.device == "cpu" for place in workers)),
         token_budget=settings.token_budget,
         models=models,
         capacity=settings.max_loaded,

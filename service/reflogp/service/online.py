@@ -235,7 +235,7 @@ class OnlineScoring:
             raise Problem(
                 503,
                 answered["error"],
-                "ask an administrator to check the reference model's files and the service's log (on Ray: the worker's log)",
+                "ask an administrator to check the reference model's files and the service's log",
                 {"Retry-After": "30"},
             )
         self._metrics.tokens.labels("online").inc(tokens)

@@ -24,10 +24,9 @@ from anyio import to_thread
 
 from reflogp.scoring.frames import encode
 from reflogp.scoring.machine import return_freed_memory
-from reflogp.service.processes import Start, WorkerProcess, memory_of
+from reflogp.service.processes import WorkerProcess, memory_of, start_worker
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration
-from reflogp.store import ReflogpError
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +120,10 @@ class WorkerHandle:
         if self.process is not None:
             self.process.kill()
 
-    async def start(self, start: Start) -> WorkerProcess:
+    async def start(self) -> WorkerProcess:
         self.killed_for = ""
         self.silent_seconds, self.late, self.answered, self.asked, self.doing = 0.0, False, False, False, None
-        process = await start()
+        process = await start_worker()
         self.process = process
         self.last_error = ""
         process.send(encode({"op": "configure", "configuration": asdict(self.configuration)}))
@@ -161,7 +160,6 @@ class Pool:
 
     Args:
         configurations: one configuration per worker.
-        start: function that starts a worker's process.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
         on_death: called with a worker and a reason after the worker's process has exited or could not be started. While the
             pool is closing, it is not called.
@@ -176,7 +174,6 @@ class Pool:
     def __init__(
         self,
         configurations: list[WorkerConfiguration],
-        start: Start,
         on_frame: Frames,
         on_death: Deaths,
         max_worker_bytes: int | None,
@@ -184,7 +181,6 @@ class Pool:
         max_pass_seconds: float | None,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
-        self._start = start
         self._on_frame = on_frame
         self._on_death = on_death
         self._max_worker_bytes = max_worker_bytes
@@ -208,7 +204,7 @@ class Pool:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
         for worker, task in zip(self.workers, self._tasks, strict=False):  # no tasks if the pool was never started
-            if worker.process is None:  # the worker is waiting for free resources on the cluster, or for its restart
+            if worker.process is None:  # the worker is waiting for its restart
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
@@ -223,8 +219,6 @@ class Pool:
         while not self._closing:
             try:
                 reason = await self._live(worker)
-            except ReflogpError as error:
-                reason = f"the worker's process could not be started: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
                 logger.exception("supervision of worker %d failed", worker.number)
                 reason = f"{type(error).__name__}: {error}"
@@ -244,7 +238,7 @@ class Pool:
 
     async def _live(self, worker: WorkerHandle) -> str:
         """Start a process for a worker and handle the process's frames. After it has exited, return the reason for the exit."""
-        process = await worker.start(self._start)
+        process = await worker.start()
         logger.info("worker %d started, %s", worker.number, process.name)
         try:
             while (frame := await process.receive()) is not None:
@@ -296,11 +290,11 @@ class Pool:
             logger.warning(
                 "worker %d has been computing one forward pass for %.0f seconds and may be hanging", worker.number, seconds
             )
-        worker.memory_bytes = await worker.process.memory()
+        worker.memory_bytes = worker.process.memory()
         if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
 
 
 def own_memory() -> int:
     """Return the resident memory of this process in bytes."""
-    return memory_of(os.getpid())
+    return memory_of(os.getpid(), with_children=False)

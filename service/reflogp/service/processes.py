@@ -1,7 +1,4 @@
-"""Define the interface of worker processes, and start worker processes on this machine.
-
-`ray_processes` starts worker processes on a Ray cluster.
-"""
+"""Start worker processes, and exchange frames with them through pipes."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import psutil
 
@@ -20,97 +15,69 @@ from reflogp.scoring.machine import exit_reason, growing_segments
 #: Command that starts a worker, and the size in bytes of the buffer for the worker's output. A frame may be longer than the
 #: buffer.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
-BUFFER = 1 << 20
+_BUFFER = 1 << 20
 
 
-class WorkerProcess(Protocol):
-    """A running worker process.
+class WorkerProcess:
+    """A running worker process."""
 
-    Attributes:
-        name: name used for the process in the log.
-    """
-
-    name: str
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.name = f"pid {process.pid}"
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     def send(self, data: bytes) -> bool:
         """Send encoded frames to the process. Return False if the process no longer accepts data."""
-
-    def outgoing(self) -> int:
-        """Return the number of bytes that were passed to `send` and are not yet known to have reached the process's stdin."""
-
-    async def receive(self) -> Frame | None:
-        """Return the next frame, or None if the process has exited."""
-
-    async def wait(self) -> str:
-        """Wait until the process exits, and return a message that says why it exited."""
-
-    async def memory(self) -> int:
-        """Return the resident memory of the process in bytes, or 0 if it is unknown."""
-
-    def kill(self) -> None:
-        """Kill the process."""
-
-
-#: Type of a function that starts a worker. If the worker cannot be started, the function raises ReflogpError (on a Ray cluster)
-#: or OSError (on this machine).
-Start = Callable[[], Awaitable[WorkerProcess]]
-
-
-class LocalProcess:
-    """A WorkerProcess on this machine."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.name = f"pid {process.pid}"
-        self._process = process
-
-    def send(self, data: bytes) -> bool:
-        """See WorkerProcess.send."""
-        stdin = self._process.stdin
-        if stdin is None or stdin.is_closing():
+        if self._stdin.is_closing():
             return False
-        stdin.write(data)
+        self._stdin.write(data)
         return True
 
     def outgoing(self) -> int:
-        """See WorkerProcess.outgoing."""
-        assert self._process.stdin is not None
-        return int(self._process.stdin.transport.get_write_buffer_size())
+        """Return the number of bytes that the process has not read yet."""
+        return int(self._stdin.transport.get_write_buffer_size())
 
     async def receive(self) -> Frame | None:
-        """See WorkerProcess.receive."""
-        assert self._process.stdout is not None
-        return await receive_frame(self._process.stdout)
+        """Return the next frame, or None if the process has exited."""
+        return await receive_frame(self._stdout)
 
     async def wait(self) -> str:
-        """See WorkerProcess.wait."""
+        """Wait until the process exits, and return a message that says why it exited."""
         return exit_reason(await self._process.wait(), "the service's log")
 
-    async def memory(self) -> int:
-        """See WorkerProcess.memory."""
+    def memory(self) -> int:
+        """Return the resident memory of the process and its children (vLLM, the reader of a job) in bytes."""
         return memory_of(self._process.pid)
 
     def kill(self) -> None:
-        """See WorkerProcess.kill."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
 
-async def start_here() -> WorkerProcess:
-    """Start a worker on this machine."""
-    return LocalProcess(await start_process())
+async def start_worker() -> WorkerProcess:
+    return WorkerProcess(await start_process())
 
 
 async def start_process() -> asyncio.subprocess.Process:
     """Start a worker's process with pipes for stdin and stdout."""
     pipe = asyncio.subprocess.PIPE
     environment = {**os.environ, **growing_segments(os.environ)}
-    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER, env=environment)
+    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=_BUFFER, env=environment)
 
 
-def memory_of(pid: int) -> int:
-    """Return the resident memory of a process in bytes, or 0 if the process does not exist or cannot be inspected."""
+def memory_of(pid: int, with_children: bool = True) -> int:
+    """Return the resident memory of a process in bytes, or 0 if the process does not exist or cannot be inspected.
+
+    Pages that processes share are counted once for each.
+    """
     try:
-        return int(psutil.Process(pid).memory_info().rss)
+        process = psutil.Process(pid)
+        of_it = [process, *process.children(recursive=True)] if with_children else [process]
     except psutil.Error:
         return 0
+    total = 0
+    for each in of_it:
+        with contextlib.suppress(psutil.Error):
+            total += int(each.memory_info().rss)
+    return total

@@ -216,20 +216,6 @@ class ServerSettings(BaseSettings):
         "GPUs. If all references have the engine `remote`, `all` means `auto`. Workers without a job of their own help with a "
         "running job.",
     )
-    executor: Literal["local", "ray"] = Field(
-        "local", description="Where workers run: `local` (on this machine) or `ray` (on a Ray cluster)."
-    )
-    ray_address: str | None = Field(
-        None,
-        description="Address of the Ray cluster: `auto`, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS. If this "
-        "variable is not set, the service starts Ray on this machine.",
-    )
-    ray_workers: int | None = Field(
-        None,
-        ge=1,
-        description="Number of workers on Ray. Default: one per GPU in the cluster (with tensor_parallel = N, one for every N "
-        "GPUs), or one per CPU if the workers use no GPUs.",
-    )
     token_budget: int | Literal["auto"] = Field(
         "auto", description="Maximum number of tokens in one forward pass; auto chooses a number based on free memory."
     )
@@ -245,8 +231,8 @@ class ServerSettings(BaseSettings):
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="Maximum memory of a worker, in bytes. A worker that uses more is killed and restarted. Default: 9/10 of "
-        "the memory of the machine or container; on Ray, Ray's own limit.",
+        description="Maximum memory of a worker and its child processes, in bytes. A worker that uses more is killed and restarted. Default: 9/10 of "
+        "the memory of the machine or container.",
     )
     worker_silence_seconds: float = Field(
         60.0,
@@ -361,17 +347,6 @@ class ServerSettings(BaseSettings):
     def _pinned_is_known(self) -> ServerSettings:
         if self.pinned is not None and self.pinned not in self.references:
             raise ValueError(f"pinned is {self.pinned!r}, but the settings contain no reference with this name")
-        return self
-
-    @model_validator(mode="after")
-    def _ray_places_workers(self) -> ServerSettings:
-        if self.executor == "ray" and len(self.devices) > 1:
-            raise ValueError(
-                'with executor = "ray", list only one device: "all", "auto", "cpu" or "cuda"; '
-                "to set the number of workers, use ray_workers"
-            )
-        if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
-            raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
         return self
 
     def state_folder(self) -> Path:
