@@ -1,7 +1,7 @@
-"""Measure the peak memory of a service and its worker under heavy requests, compared with the stated bounds: `make bench`.
+"""Measure the peak memory of a service and its worker under heavy requests: `make bench`.
 
 Every route gets its heaviest requests (tests/service/heavy_requests.py), with the largest body that the default settings allow,
-four at a time. The peaks of both processes are reported, with their memory at rest and the bounds.
+four at a time. The peaks of both processes are reported, with their memory at rest and the bound of the worker.
 
     python benchmarks/memory.py [--requests 1000] [--only POST/v1/score …] [--seconds 0]
         [--unread-mib 256] [--out benchmarks/results]
@@ -21,8 +21,6 @@ from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
 from reflogp.client import Client
-from reflogp.scoring.machine import total_memory
-from reflogp.service.request_memory import default_request_memory
 from reflogp.service.settings import ServerSettings
 from reflogp.store import Store
 from scoring import SHIPPED
@@ -33,9 +31,8 @@ from tests.service.serving import running
 from tests.store.rows import REFERENCE
 
 MIB = 1 << 20
-#: Memory of a service in addition to the memory of requests (allocators, buffers of connections and threads), and memory of a
-#: worker in addition to its models, for the online requests that may wait for it.
-SERVICE_BESIDE, WORKER_BESIDE = 256 * MIB, 512 * MIB
+#: Memory of a worker in addition to its models, for the online requests that may wait for it.
+WORKER_BESIDE = 512 * MIB
 
 
 def main() -> None:
@@ -79,19 +76,17 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         tokens=fields["max_score_tokens"],
         unread=options.unread_mib * MIB,
     )
-    request_memory = default_request_memory(total_memory())
     place = ("--store", folder / "store", "--state", folder / "state", "--model", f"ref={model}", "--pin", "ref")
     with running(*place) as service, Client(service.url) as client:
         service.worker_ready()
         job = client.watch(client.submit(data, "ref").id)
         [worker] = service.workers()
         at_rest = {"service": Peak(service.process.pid), "worker": Peak(worker.pid)}
-        results: dict[str, Any] = {"machine": cpu_and_cores(), "request_memory_mib": request_memory // MIB, "routes": {}}
+        results: dict[str, Any] = {"machine": cpu_and_cores(), "routes": {}}
         for name, peak in at_rest.items():
             with peak:
                 pass
             results[f"{name}_at_rest_mib"] = next(iter(peak.before.values())) // MIB
-        results["service_bound_mib"] = results["service_at_rest_mib"] + (request_memory + SERVICE_BESIDE) // MIB
         results["worker_bound_mib"] = results["worker_at_rest_mib"] + WORKER_BESIDE // MIB
         for (method, path), cases in heavy_requests(bounds, keys[7].as_py(), job.id).items():
             if options.only and method + path not in options.only:

@@ -3,34 +3,26 @@
 Bodies are made by heavy_requests.py. Peaks are the kernel's own, of the service's own process.
 """
 
-import asyncio
-import http.client
-import socket
 import threading
 import time
 
 import httpx
 import numpy as np
-import pyarrow as pa
 import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from reflogp.client import Client
-from reflogp.service.problems import Problem
-from reflogp.service.request_memory import RequestMemory, Reservation
 from reflogp.store import Store, StoreError, sequence_keys
 from tests.conftest import write_rows
-from tests.service.heavy_requests import ARROW_STREAM, Bounds, Peak, heavy_requests, long_rows, send, settle, stream_of
+from tests.service.heavy_requests import Bounds, Peak, heavy_requests, long_rows, send, settle
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
 from tests.store.rows import REFERENCE, some_rows
 
 MIB = 1 << 20
 BOUNDS = Bounds(size=6 * MIB, json=1 * MIB, keys=200_000, sequences=512, tokens=256 << 10)
-REQUEST_MEMORY = 64 * MIB
-#: What four requests of any route may add to the service at rest: the memory of requests, and beside it what allocators keep,
-#: buffers of connections and threads.
-MOST_GROWTH = REQUEST_MEMORY + 72 * MIB
+#: What four requests of any route may add to the service at rest.
+MOST_GROWTH = 136 * MIB
 #: What four of the largest score requests may add to a worker: token ids, masks, values and answers.
 MOST_WORKER_GROWTH = 64 * MIB
 
@@ -55,7 +47,6 @@ def bounds_of_settings() -> dict:
         "max_lookup_keys": BOUNDS.keys,
         "max_score_sequences": BOUNDS.sequences,
         "max_score_tokens": BOUNDS.tokens,
-        "request_memory_bytes": REQUEST_MEMORY,
         "max_uploads_bytes": 1 << 30,
     }
 
@@ -173,225 +164,6 @@ def test_honest_large_requests_are_answered_and_right(service, place):
 
 
 # The memory of all requests under way
-
-
-def test_requests_wait_in_order_and_small_ones_pass():
-    async def run():
-        memory = RequestMemory(64 * MIB)
-        first, second, third, small = (Reservation(memory) for _ in range(4))
-        await first.reserve(50 * MIB)
-        waits = [asyncio.create_task(second.reserve(40 * MIB)), asyncio.create_task(third.reserve(5 * MIB))]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await small.reserve(1 * MIB)
-        assert not any(task.done() for task in waits)  # the third would fit, but the second asked before
-        first.release()
-        await asyncio.gather(*waits)
-        for reservation in (second, third, small, first):
-            reservation.release()
-            reservation.release()
-        assert memory.used == 0
-
-    asyncio.run(run())
-
-
-def test_who_waits_for_memory_and_goes_away_leaves_nothing():
-    async def run():
-        memory = RequestMemory(64 * MIB)
-        first, second, third = (Reservation(memory) for _ in range(3))
-        await first.reserve(50 * MIB)
-        gone, stays = asyncio.create_task(second.reserve(40 * MIB)), asyncio.create_task(third.reserve(5 * MIB))
-        await asyncio.sleep(0.01)
-        gone.cancel()
-        await stays
-        first.release()
-        third.release()
-        assert memory.used == 0 and second.bytes == 0
-
-    asyncio.run(run())
-
-
-def test_what_no_request_may_take_and_what_others_hold(monkeypatch):
-    monkeypatch.setattr("reflogp.service.request_memory._PATIENCE_SECONDS", 0.05)
-
-    async def run():
-        memory = RequestMemory(64 * MIB)
-        first, second = Reservation(memory), Reservation(memory)
-        with pytest.raises(Problem) as caught:
-            await first.reserve(60 * MIB)
-        assert caught.value.status == 413 and "split the request" in caught.value.next_step
-        await first.reserve(50 * MIB)
-        with pytest.raises(Problem) as caught:
-            await second.reserve(20 * MIB)
-        assert caught.value.status == 503 and int(caught.value.headers["Retry-After"]) > 0
-        await second.reserve(3 * MIB)  # a small one
-        with pytest.raises(Problem):
-            second.resize(20 * MIB)
-        first.resize(10 * MIB)
-        second.resize(20 * MIB)
-        assert memory.used == 30 * MIB
-        first.release()
-        second.release()
-        assert memory.used == 0
-
-    asyncio.run(run())
-
-
-def test_reservations_add_up_whatever_happens():
-    """Random requests reserve, grow, shrink, wait, are cancelled and end: never more than there is, nothing left behind."""
-
-    async def run(seed: int):
-        draw = np.random.default_rng(seed)
-        memory = RequestMemory(64 * MIB)
-
-        async def request(sizes: list[int], pause: float) -> None:
-            reservation = Reservation(memory)
-            try:
-                await reservation.reserve(sizes[0])
-                for size in sizes[1:]:
-                    await asyncio.sleep(pause)
-                    reservation.resize(size)
-                    assert memory.small.used <= memory.small.size and memory.large.used <= memory.large.size
-            except Problem as problem:
-                assert problem.status in (413, 503)
-            finally:
-                reservation.release()
-
-        tasks = [
-            asyncio.create_task(request((2 ** draw.uniform(8, 26, 3)).astype(int).tolist(), draw.uniform(0, 0.004)))
-            for _ in range(200)
-        ]
-        await asyncio.sleep(0.01)
-        for task in tasks[::7]:
-            task.cancel()
-        await asyncio.wait(tasks)
-        assert memory.used == 0
-        assert all(task.cancelled() or task.exception() is None for task in tasks)
-
-    for seed in range(5):
-        asyncio.run(run(seed))
-
-
-# Connections
-
-
-def address(url: str) -> tuple[str, int]:
-    host, port = url.removeprefix("http://").split(":")
-    return host, int(port)
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory):
-    """A service with room for 50 requests, and short deadlines."""
-    folder = tmp_path_factory.mktemp("narrow")
-    bounds = {"max_connections": 50, "head_seconds": 2, "answer_idle_seconds": 2, "request_memory_bytes": 64 * MIB}
-    Store(folder / "store").create_table(REFERENCE).append(long_rows(64, 20_000)[1])
-    with running("--config", settings_file(folder, folder / "store", {}, **bounds)) as found:
-        yield found
-
-
-BEGINNINGS = {
-    "nothing": b"",
-    "a head without an end": b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ",
-    "a body that nobody reads": b"POST /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n",
-    "an endless chunked body": b"POST /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nfffffff\r\n",
-    "a second head": b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /healthz HTTP/1.1\r\nX-A: ",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_who_sends_a_byte_at_a_time_keeps_nobody_out_and_is_ended(narrow, beginning):
-    dribbling = [socket.create_connection(address(narrow.url)) for _ in range(200)]
-    for connection in dribbling:
-        connection.sendall(BEGINNINGS[beginning])
-    over = set()
-    stop = time.monotonic() + 60
-    while len(over) < len(dribbling):
-        for number, connection in enumerate(dribbling):
-            try:
-                connection.sendall(b"a" if beginning != "nothing" else b"")
-                connection.settimeout(0.0001)
-                if number not in over and connection.recv(65536) == b"":
-                    over.add(number)
-            except TimeoutError:
-                pass
-            except OSError:
-                over.add(number)
-        assert httpx.get(f"{narrow.url}/healthz", timeout=20).status_code == 200
-        assert time.monotonic() < stop, f"{len(dribbling) - len(over)} connections are still open"
-    for connection in dribbling:
-        connection.close()
-
-
-@pytest.mark.parametrize("path", ["/healthz", "/v1/lookup?reference=none"])
-def test_who_sends_a_long_body_that_no_route_reads_sees_the_answer(narrow, path):
-    """To close the connection at once would lose the answer of clients that send first and read later."""
-    body, headers = bytes(64 * MIB), {"content-type": "application/json"}
-
-    async def ask() -> int:
-        async with httpx.AsyncClient() as client:
-            return (await client.post(narrow.url + path, content=body, headers=headers)).status_code
-
-    plain = http.client.HTTPConnection(*address(narrow.url))
-    for _ in range(5):
-        assert httpx.post(narrow.url + path, content=body, headers=headers).status_code in (405, 413)
-        assert asyncio.run(ask()) in (405, 413)
-        plain.request("POST", path, body, headers)
-        assert plain.getresponse().status in (405, 413)
-        plain.close()
-
-
-@pytest.mark.slow
-def test_an_answer_that_nobody_reads_is_ended_and_gives_its_memory_back(narrow):
-    """More than the memory of all requests is asked for by callers who do not read; others are answered in the end."""
-    keys = long_rows(64, 20_000)[0].to_pylist()
-    question = stream_of(pa.table({"key": pa.array(keys * 20, pa.binary(16))}))  # 100 MB of values
-    head = (
-        f"POST /v1/lookup?reference={REFERENCE.reference_id}&values=true HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        f"Content-Type: {ARROW_STREAM}\r\nContent-Length: {len(question)}\r\n\r\n"
-    )
-    idle = [socket.create_connection(address(narrow.url)) for _ in range(6)]
-    for connection in idle:
-        connection.sendall(head.encode() + question)
-    with Client(narrow.url) as client:
-        found = client.lookup(REFERENCE.reference_id, keys, values=True)
-    assert [len(values) for values in found.token_logps] == [20_000] * 64
-    for connection in idle:
-        connection.close()
-
-
-@pytest.mark.slow
-def test_a_body_that_stands_still_is_ended_and_gives_its_memory_back(tmp_path):
-    from reflogp.service import bodies
-
-    bounds = {"request_memory_bytes": 64 * MIB, "max_json_bytes": 2 * MIB}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, **bounds)) as service:
-        held = [socket.create_connection(address(service.url)) for _ in range(8)]
-        for connection in held:
-            connection.sendall(
-                b"POST /v1/lookup?reference=sft HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-                b"Content-Type: application/json\r\nContent-Length: 2000000\r\n\r\n{"
-            )
-        start = time.monotonic()
-        wait_until(lambda: asks(service.url) != 503, seconds=bodies._SLOW_START_SECONDS + 30)
-        assert time.monotonic() - start < bodies._BODY_SECONDS
-        answers = []
-        for connection in held:
-            connection.settimeout(60)
-            answers.append(int(connection.recv(65536).split()[1]))
-            connection.close()
-    assert set(answers) == {408, 503}  # one has the memory and sends nothing, the others wait for it
-
-
-def asks(url: str) -> int:
-    """Status of a lookup that needs as much memory as those that stand still."""
-    body = b'{"keys":[],"values":true' + b" " * 1_999_000 + b"}"
-    headers = {"content-type": "application/json"}
-    return httpx.post(f"{url}/v1/lookup?reference={'ab' * 16}", content=body, headers=headers, timeout=60).status_code
-
-
-# What a worker keeps for the store
 
 
 def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(monkeypatch, tmp_path, caplog):

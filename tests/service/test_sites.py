@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import socket
-import sqlite3
 import time
 from urllib.parse import quote
 
@@ -22,7 +21,6 @@ from reflogp.service.settings import ServerSettings, TokenSettings
 from tests.conftest import write_rows
 from tests.hostile_text import HOSTILE
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
-from tests.service.test_fetch import Remote, remote_server
 
 PROXIED = "logps.example.org"
 TOKENS = {"anna": "token-of-anna", "bert": "token-of-bert", "reader": "token-of-reader", "boss": "token-of-boss"}
@@ -71,16 +69,10 @@ ELSEWHERE += [{"host": host, "origin": f"http://{host}", "sec-fetch-site": "same
 
 
 @pytest.fixture(scope="module")
-def remote():
-    with remote_server() as port:
-        yield port
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory, reference_folder, remote, warm_python):
+def opened(tmp_path_factory, reference_folder, warm_python):
     """A service without tokens."""
     folder = tmp_path_factory.mktemp("opened")
-    uris = {"dataset_uris": [f"http://127.0.0.1:{remote}/prefs/"], "access_log": True}
+    uris = {"dataset_uris": ["s3://team/prefs/"], "access_log": True}
     file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, devices=["cpu"], **uris)
     with running("--config", file, warm=warm_python) as service:
         service.folder = folder
@@ -483,33 +475,6 @@ def test_a_stream_of_events_ends_with_its_session(guarded, pair_rows, tmp_path):
 
 
 SECRET = "s3cr3tsignature"
-QUERY = f"X-Amz-Credential=AKIA{SECRET}&X-Amz-Signature={SECRET}&sig={SECRET}&token={SECRET}&{SECRET}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["good.jsonl", "missing.jsonl", "out.jsonl"])
-def test_a_signed_uri_is_fetched_whole_and_shown_nowhere(opened, remote, reflogp, name, tmp_path):
-    """Where the dataset arrives, where it is not there, and where it redirects to what is not allowed."""
-    uri = f"http://127.0.0.1:{remote}/prefs/{name}?{QUERY}"
-    Remote.asked.clear()
-    answer = httpx.post(f"{opened.url}/v1/jobs", json={"reference": "ref", "dataset": {"uri": uri}})
-    job = answer.json()["id"]
-    with Client(opened.url) as client:
-        events = [answer.text, *(str(found.as_dict()) for found in client.events(job))]
-    assert (f"/prefs/{name}?{QUERY}" in [path for path, _ in Remote.asked]) and len(events) > 1
-    shown = events
-    shown += [httpx.get(opened.url + path).text for path in (f"/v1/jobs/{job}", "/v1/jobs", "/", f"/jobs/{job}", "/metrics")]
-    shown += [httpx.get(f"{opened.url}/v1/jobs/{job}/{part}").text for part in ("report", "events")]
-    shown += [httpx.post(f"{opened.url}/v1/jobs/{job}/retry").text, *reflogp("jobs", "ls", opened.url)[1:]]
-    shown += [*reflogp("jobs", "show", opened.url, job)[1:], *reflogp("jobs", "show", opened.url, job, "--json")[1:]]
-    shown += list(opened.log)
-    assert not [text for text in shown if SECRET in text]
-    assert f"/prefs/{name}" in httpx.get(f"{opened.url}/v1/jobs/{job}").json()["dataset"]["uri"]
-    with contextlib.closing(sqlite3.connect(opened.folder / "state" / "jobs.sqlite")) as ledger:
-        [[source]] = ledger.execute("select source from job where id = ?", [job]).fetchall()
-    assert SECRET in source  # a later attempt fetches it again
-    again = httpx.post(f"{opened.url}/v1/jobs", json={"reference": "ref", "dataset": {"uri": uri}})
-    assert again.status_code in (200, 201) and SECRET not in again.text
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp
 from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
 from reflogp.service.auth import Sessions
-from reflogp.service.connections import ActiveRequests, HeadLimit
 from reflogp.service.context import Context
 from reflogp.service.fetched import DatasetQuota, FetchedFolder
+from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
 from reflogp.service.metrics import Metrics, Timed
@@ -26,7 +26,6 @@ from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import RequestIds
-from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
 from reflogp.service.routes.lookups import lookups_router
@@ -67,8 +66,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
     fetched = FetchedFolder(folder / "fetched", ledger, room)
     precompute = Precompute(settings, folder, ledger, registry, uploads, fetched, metrics)
     online = OnlineScoring(settings, registry, metrics)
-    request_memory = RequestMemory(settings.request_memory_bytes or default_request_memory(total_memory()))
-    context = Context(settings, registry, ledger, precompute, online, uploads, metrics, request_memory)
+    large = LargeRequests(settings.max_large_requests)
+    context = Context(settings, registry, ledger, precompute, online, uploads, metrics, large)
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         await online.on_frame(worker, message, body)
@@ -106,10 +105,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.context = context
     app.state.sessions = Sessions(settings.tokens)
     problems.install(app)
-    app.add_middleware(RequestMemoryGuard, memory=request_memory)
     app.add_middleware(SameSiteGuard, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
-    app.add_middleware(HeadLimit, max_bytes=settings.max_head_bytes)
-    app.add_middleware(ActiveRequests, most=settings.max_connections)
     app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))

@@ -2,7 +2,7 @@
 
 A body that is too long or arrives too slowly is refused while it is being read. An Arrow stream with too many rows or values is
 refused before its values are converted. A stream with compressed record batches is also refused, because a few compressed bytes
-can expand to gigabytes. Memory for a body is reserved before the body is read (see request_memory).
+can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from reflogp.service.large_requests import content_length
 from reflogp.service.problems import Problem
-from reflogp.service.request_memory import reservation_of
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
 from reflogp.store.schema import ARROW_STREAM, QUESTION, one_array, stream_buffer
@@ -36,13 +36,8 @@ _DECODED_AT_ONCE = 64 << 10
 _SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
 
 #: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
-#: after the first _SLOW_START_SECONDS. A slower sender would tie up reserved memory for too long.
+#: after the first _SLOW_START_SECONDS. A slower sender would let other large requests wait for too long.
 _BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
-#: If a request has no Content-Length, memory for a body of this many bytes is reserved at first, and more as the body arrives.
-_UNKNOWN_BYTES = 64 << 10
-#: Bytes of memory to reserve for each byte of a JSON body. They cover the body, the decoded JSON and the response. Lookups
-#: reserve more memory, for example for the token values that they return.
-_JSON_COST = 24
 #: The maximum number of objects, lists and fields in a JSON body. No route needs more: a scoring request with 1,000 sequences
 #: (the maximum for JSON) has about 5,000.
 _MAX_JSON_PARTS = 10_000
@@ -54,31 +49,22 @@ _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
 _FRAME_BYTES = 1 << 20
 #: Size in bytes of the pieces in which a response is sent. Each piece is created only after the previous piece was sent, so
 #: the connection to a client that reads slowly buffers only one piece.
-PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
 #: Indices of fields in Arrow's flatbuffers (format/Message.fbs). `_HEADER_TYPE` and `_HEADER` are fields of Message. `_LENGTH`
 #: and `_COMPRESSION` are fields of RecordBatch. `_RECORD_BATCH` is not an index, but the value of the field header_type if the
 #: message is a record batch.
 _HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
 
 
-async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]) -> bytearray:
-    """Reserve memory for a body and for the data decoded from it, then read the body.
-
-    Args:
-        max_bytes: maximum length of the body. A longer body is refused.
-        cost: function that returns how many bytes of memory to reserve for a body of a given length.
+async def read_body(request: Request, max_bytes: int) -> bytearray:
+    """Read a body of at most `max_bytes`.
 
     Raises:
-        Problem: 408 if the body arrives too slowly, 413 if it is too long, 400 if the sender disconnects; also any problem that
-            Reservation.reserve raises.
+        Problem: 408 if the body arrives too slowly, 413 if it is too long, 400 if the sender disconnects.
     """
-    reservation, loop = reservation_of(request), asyncio.get_running_loop()
-    declared = request.headers.get("content-length", "")
-    announced = int(declared) if declared.isascii() and declared.isdigit() else None
-    if announced is not None and announced > max_bytes:
+    loop = asyncio.get_running_loop()
+    if (content_length(request) or 0) > max_bytes:
         raise _too_long(max_bytes)
-    room = _UNKNOWN_BYTES if announced is None else announced
-    await reservation.reserve(cost(room))
     body, start = bytearray(), loop.time()
     chunks = stream_chunks(request)
     while True:
@@ -97,9 +83,6 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
         body += chunk
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
-        if len(body) > room:  # this happens only if the request has no Content-Length
-            room = min(2 * len(body), max_bytes)
-            reservation.resize(cost(room))
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
@@ -142,7 +125,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
     """
     require_type(request, JSON)
     try:
-        body = await read_body(request, max_bytes, lambda size: _JSON_COST * size)
+        body = await read_body(request, max_bytes)
     except Problem as problem:
         if problem.status == 413:
             raise Problem(413, f"the JSON body is longer than {max_bytes:,} bytes", _SEND_ARROW) from None
@@ -370,10 +353,10 @@ class PiecewiseResponse(Response):
 
 
 def in_pieces(content: pa.Buffer | bytes | memoryview) -> Iterator[bytes]:
-    """Yield the content in pieces of PIECE_BYTES."""
+    """Yield the content in pieces of _PIECE_BYTES."""
     view = memoryview(content)
-    for start in range(0, len(view), PIECE_BYTES):
-        yield bytes(view[start : start + PIECE_BYTES])
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield bytes(view[start : start + _PIECE_BYTES])
 
 
 def arrow_response(table: pa.Table) -> Response:

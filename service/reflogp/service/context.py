@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
-from reflogp.service.request_memory import RequestMemory
 from reflogp.service.settings import ServerSettings
 from reflogp.service.uploads import UploadFolder
 
@@ -26,7 +26,7 @@ class Context:
         online: scores sequences while the caller waits.
         uploads: uploaded dataset files.
         metrics: counters, gauges and histograms.
-        request_memory: limits the total memory used by all requests in progress.
+        large: limits how many large requests are processed at the same time.
     """
 
     settings: ServerSettings
@@ -36,4 +36,4 @@ class Context:
     online: OnlineScoring
     uploads: UploadFolder
     metrics: Metrics
-    request_memory: RequestMemory
+    large: LargeRequests

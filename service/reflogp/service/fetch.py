@@ -1,41 +1,31 @@
-"""Fetch datasets by URI, but only from hosts, buckets and Hub repositories that an administrator allows.
+"""Fetch datasets by URI, but only from buckets and Hub repositories that an administrator allows.
 
 `check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
 
-The settings list the allowed URI prefixes. If a prefix names a host (https://data.example.org/prefs/), the host is trusted,
-even if it has internal addresses. The prefix https:// (or http://) without a host allows every host that has only public
-addresses, but only on port 443 (or 80). `fetch` checks all addresses of such a host, then connects to one of them without
-resolving the host name again. The prefixes s3://, gs:// and az:// allow every bucket of the object store with that scheme, and
-hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision allows the
-repository's files at every revision.
+The settings list the allowed URI prefixes. The prefixes s3://, gs:// and az:// allow every bucket of the object store with that
+scheme, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision
+allows the repository's files at every revision.
 
 If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-The time limit (setting fetch_seconds) does not interrupt the resolution of a host name, or a request to an object store or the
-Hub. The resolver and the client libraries have their own timeouts for these operations, so a fetch may take a few minutes
-longer than the limit.
+The time limit (setting fetch_seconds) does not interrupt a request to an object store or the Hub. The client libraries have
+their own timeouts, so a fetch may take a few minutes longer than the limit.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import ipaddress
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote, urljoin
 
-import httpx
 import pyarrow as pa
 import pyarrow.fs as pafs
 
@@ -45,38 +35,21 @@ from reflogp.service.confined_paths import folder_digest
 from reflogp.service.fetched import PARTIAL, FetchedFolder
 from reflogp.service.hub_split import files_of_split
 from reflogp.service.problems import Problem
-from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
 from reflogp.store import StoreUnavailableError, UsageError
 from reflogp.store.hub import HubFile, HubPlace
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_defaults
-from reflogp.store.texts import hide_secrets, shortened
+from reflogp.store.texts import hide_secrets
 
-_PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
 _HUB = "hf"
 #: Matches the path of a URI that names a whole repository on the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
-_MOST_REDIRECTS = 3
-_REDIRECTS = (301, 302, 303, 307, 308)
-#: If a public host has more addresses than this, `fetch` tries to connect only to the first ones.
-_MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
-_CONNECT_SECONDS = 10.0
-_POLL_SECONDS = 0.2
-#: An HTTP download is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting,
-#: so that a server cannot keep the download open by sending one byte per minute.
-_LEAST_BYTES = 4 << 10
-#: Matches 1 to 4,096 characters that RFC 3986 allows in URIs. `#` is excluded, so URIs with a fragment are refused.
-_URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
-_PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
-_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+#: Matches 1 to 4,096 characters. `#`, `?` and `%` are excluded, because libraries differ in what they make of them.
+_URI = re.compile(r"[A-Za-z0-9\-._~:/@!$&'()*+,;=]{1,4096}")
+_PARTS = re.compile(r"([A-Za-z][A-Za-z0-9]*)://([^/]*)(/.*)?")
 _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-#: Matches the last label of a host name if the label is a decimal, octal or hexadecimal number. Resolvers would interpret such
-#: a host name as an IPv4 address.
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchCancelledError(DatasetError):
@@ -85,27 +58,17 @@ class FetchCancelledError(DatasetError):
 
 @dataclass(frozen=True)
 class _Uri:
-    """The parts of a URI, each in a form that all libraries interpret in the same way.
+    """The parts of a URI.
 
     Attributes:
         scheme: scheme in lower case.
-        host: host name in lower case, IP address (an IPv6 address without brackets), bucket of an object store, or "datasets"
-            for the Hub. The host may be empty only in a prefix from the settings (https://).
-        port: port of the host, or None for object stores, the Hub and an empty host.
+        host: bucket of an object store, or "datasets" for the Hub. It may be empty only in a prefix from the settings (s3://).
         path: empty, or begins with a slash.
-        query: empty, or begins with a question mark.
     """
 
     scheme: str
     host: str
-    port: int | None
     path: str
-    query: str = ""
-
-    @property
-    def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port in (None, _PORTS.get(self.scheme)) else f"{host}:{self.port}"
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
@@ -126,13 +89,11 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
         raise Problem(
             422,
             f"the URI cannot be fetched: {error}",
-            "use the URI of a file (https://host/folder/file.jsonl) without a config, or the URI of a whole dataset on the Hub"
+            "use the URI of a file (s3://bucket/folder/file.jsonl) without a config, or the URI of a whole dataset on the Hub"
             " (hf://datasets/ORGANISATION/NAME)",
         ) from error
     try:
-        trusted = _admit(parsed, settings)
-        if not trusted and (address := _literal(parsed.host)) is not None:
-            _check_public([address])
+        _admit(parsed, settings)
     except ValueError as error:
         raise Problem(
             403, f"fetching this URI is not allowed: {error}", "send the dataset as an upload: PUT /v1/uploads/NAME"
@@ -157,12 +118,11 @@ def fetch(
     longer needed.
 
     Args:
-        uri: URI that is allowed by a prefix in the settings. Its scheme is https, http, s3, gs, az or hf.
+        uri: URI that is allowed by a prefix in the settings. Its scheme is s3, gs, az or hf.
         folder: folder to fetch the dataset into. The folder's quota limits the total size of uploads and fetched datasets.
         settings: allowed prefixes, and limits on time and size.
-        cancelled: function that returns True if the fetch must stop. It is called a few times per second during an HTTP
-            download and while the files of a Hub dataset are looked up. During a download from an object store or the Hub, it
-            is called after each chunk.
+        cancelled: function that returns True if the fetch must stop. It is called after each chunk, and a few times per second
+            while the files of a Hub dataset are looked up.
         arrived: called after each chunk with the total number of bytes that have arrived.
         config, split: config and split to fetch if the URI names a whole dataset on the Hub. If `config` is None, the default
             config is fetched.
@@ -178,16 +138,14 @@ def fetch(
         parsed = _parse(uri)
         place = _repository(parsed)
         suffix = "" if place is not None else _suffix(parsed)
-        trusted = _admit(parsed, settings)
+        _admit(parsed, settings)
         if place is not None:
             return _fetch_split(place, config, split, folder, settings, cancelled, arrived)
         with _partial(folder, arrived) as sink:
             if parsed.scheme in _OBJECT_STORES:
                 _copy_object(parsed, sink, settings, cancelled)
-            elif parsed.scheme == _HUB:
-                _copy_from_hub(_hub_file(parsed), sink, settings, cancelled, time.monotonic() + settings.fetch_seconds)
             else:
-                asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
+                _copy_from_hub(_hub_file(parsed), sink, settings, cancelled, time.monotonic() + settings.fetch_seconds)
             return sink.keep(suffix)
     except ValueError as error:
         raise DatasetError(f"{hide_secrets(uri)[:200]} could not be fetched: {error}") from error
@@ -198,70 +156,32 @@ def fetch(
 
 def _parse(uri: str) -> _Uri:
     """Split a URI into parts. Raise ValueError for a URI that two libraries might interpret differently."""
-    if not _URI.fullmatch(uri):
-        raise ValueError("the URI contains characters that are not allowed, or is longer than 4,096 characters")
     found = _PARTS.fullmatch(uri)
-    if not found:
-        raise ValueError("the URI does not have the form scheme://host/path")
-    scheme, authority, path, query = found[1].lower(), found[2], found[3] or "", found[4] or ""
-    if scheme in _OBJECT_STORES:
-        if authority and not _BUCKET.fullmatch(authority):
-            raise ValueError("the bucket name is not valid")
-        if query or "%" in path:
-            raise ValueError(
-                "the key of an object must not contain % or ?, because percent-encoding and queries are not supported"
-            )
-        host, port = authority, None
-    elif scheme == _HUB:
-        if authority not in ("", "datasets") or query or "%" in path:
-            raise ValueError(
-                "the URI of a dataset on the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION][/PATH], without % or ?"
-            )
-        host, port = authority, None
-    elif scheme in _PORTS:
-        host, port = _host_and_port(scheme, authority) if authority else ("", None)
-    else:
-        raise ValueError(f"the scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES, _HUB])}")
-    _check_path(path)
-    return _Uri(scheme, host, port, path, query)
-
-
-def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
-    if "@" in authority:
-        raise ValueError("the URI contains a user name or other credentials")
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
-    if not found or int(found[2] or 1) > 65535:
-        raise ValueError("the host and port cannot be parsed")
-    host, port = found[1].lower().strip("[]"), int(found[2]) if found[2] else _PORTS[scheme]
-    if ":" in host:
-        return str(ipaddress.IPv6Address(host)), port
-    labels = host.split(".")
-    if _NUMBER.fullmatch(labels[-1]):
-        return str(ipaddress.IPv4Address(host)), port
-    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError("the host is not a valid host name")
-    return host, port
-
-
-def _check_path(path: str) -> None:
-    if re.search(r"%(?![0-9A-Fa-f]{2})|%25|%2[Ff]|%5[Cc]|%[01][0-9A-Fa-f]|%7[Ff]", path):
-        raise ValueError(
-            "the path contains an encoded slash, backslash, percent sign or control character, or an invalid percent-encoding"
-        )
+    scheme = found[1].lower() if found else ""
+    if found is None or scheme not in (*_OBJECT_STORES, _HUB):
+        raise ValueError(f"the URI must begin with one of {', '.join(f'{name}://' for name in (*_OBJECT_STORES, _HUB))}")
+    if not _URI.fullmatch(uri):
+        raise ValueError("the URI contains characters that are not supported (such as % ? #), or more than 4,096 characters")
+    host, path = found[2], found[3] or ""
+    if scheme == _HUB and host not in ("", "datasets"):
+        raise ValueError("the URI of a dataset on the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION][/PATH]")
+    if scheme != _HUB and host and not _BUCKET.fullmatch(host):
+        raise ValueError("the bucket name is not valid")
     parts = path.split("/")[1:]
-    if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
+    if any(part in (".", "..") for part in parts) or "" in parts[:-1]:
         raise ValueError("the path contains a segment that is empty, `.` or `..`")
+    return _Uri(scheme, host, path)
 
 
 def _suffix(uri: _Uri) -> str:
     """Return the suffix that names the dataset's format, such as .jsonl, from the end of a URI's path.
 
-    Raise ValueError if the URI has no host, if its path does not end in the suffix of a dataset format, or if an hf:// URI does
-    not name a file in a dataset repository.
+    Raise ValueError if the URI has no bucket, if its path does not end in the suffix of a dataset format, or if an hf:// URI
+    does not name a file in a dataset repository.
     """
-    suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
+    suffix = dataset_suffix(uri.path.rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(f"the URI has no host or bucket, or its path does not end in {SUFFIXES_IN_WORDS}")
+        raise ValueError(f"the URI has no bucket, or its path does not end in {SUFFIXES_IN_WORDS}")
     if uri.scheme == _HUB:
         _hub_file(uri)
     return suffix
@@ -282,16 +202,13 @@ def _hub_file(uri: _Uri) -> HubFile:
         raise ValueError(str(error)) from error
 
 
-def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Check that a prefix in the settings allows a URI, and return whether the URI's host is trusted.
-
-    Allowed buckets and repositories are always trusted. An HTTP or HTTPS host is trusted only if a prefix names it.
+def _admit(uri: _Uri, settings: ServerSettings) -> None:
+    """Check that a prefix in the settings allows a URI.
 
     Raises:
         ValueError: no prefix allows the URI.
         UsageError: a prefix in the settings is malformed.
     """
-    any_host = False
     paths = [uri.path]
     if (place := _repository(uri)) is not None:
         paths = [f"{str(some).removeprefix(f'{_HUB}://{uri.host}')}/" for some in (place, HubPlace(place.repository))]
@@ -300,87 +217,16 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
     for text in settings.dataset_uris:
         try:
             prefix = _parse(text)
+            if prefix.path and not prefix.host:
+                raise ValueError("a path needs a bucket")
         except ValueError as error:
             raise UsageError(f"setting dataset_uris: {text!r}: {error}") from error
-        if prefix.query or (not prefix.host and prefix.path):
-            raise UsageError(
-                f"setting dataset_uris: {text!r} must be a scheme alone (https://), or a scheme with a host or bucket and an "
-                "optional path (s3://bucket/folder/); queries are not supported"
-            )
-        if prefix.scheme != uri.scheme:
-            continue
-        if not prefix.host:
-            any_host |= uri.port == _PORTS.get(uri.scheme)
-        elif (prefix.host, prefix.port) == (uri.host, uri.port):
-            folder = prefix.path.removesuffix("/")
-            if any(path == prefix.path or path.startswith(f"{folder}/") for path in paths):
-                return True
-    if not any_host:
-        raise ValueError("this service's settings do not allow fetching from this location")
-    return uri.scheme not in _PORTS
-
-
-# Addresses
-
-
-def _literal(host: str) -> _Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _check_public(addresses: list[_Address]) -> None:
-    """Raise ValueError unless all addresses are public.
-
-    The message contains no address, so that it reveals nothing about an internal network.
-    """
-    if not all(map(is_public, addresses)):
-        raise ValueError("the host is not public")
-
-
-async def _public_addresses(uri: _Uri) -> list[str]:
-    """Return up to _MOST_ADDRESSES addresses of the URI's host.
-
-    Raise ValueError if the host name cannot be resolved, or if any address of the host is not public.
-    """
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(uri.host, uri.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ValueError("the host name cannot be resolved") from error
-    addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
-    _check_public(addresses)
-    return list(dict.fromkeys(map(str, addresses)))[:_MOST_ADDRESSES]
-
-
-# HTTP
-
-
-async def _download_bounded(
-    uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
-) -> None:
-    """Download the content of a URI into a sink.
-
-    Raise ValueError if the download fails or exceeds a time limit, and FetchCancelledError if `cancelled` returns True.
-    """
-    download = asyncio.create_task(_download(uri, trusted, sink, settings))
-    deadline = time.monotonic() + settings.fetch_seconds
-    patience = settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES
-    size, since = 0, time.monotonic()
-    try:
-        while not (await asyncio.wait([download], timeout=_POLL_SECONDS))[0]:
-            _check_going_on(deadline, settings, cancelled)
-            if sink.size - size >= _LEAST_BYTES:
-                size, since = sink.size, time.monotonic()
-            elif time.monotonic() - since > patience:
-                raise ValueError(f"fewer than {_LEAST_BYTES:,} bytes arrived within {patience:g} seconds")
-        await download
-    except httpx.HTTPError as error:
-        raise ValueError(f"the connection failed ({type(error).__name__})") from error
-    finally:
-        download.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await download
+        folder = prefix.path.removesuffix("/")
+        if (prefix.scheme, prefix.host) in ((uri.scheme, ""), (uri.scheme, uri.host)) and any(
+            path == prefix.path or path.startswith(f"{folder}/") for path in paths
+        ):
+            return
+    raise ValueError("this service's settings do not allow fetching from this location")
 
 
 def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
@@ -388,84 +234,6 @@ def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callab
         raise FetchCancelledError("the job was cancelled, or the service is stopping")
     if time.monotonic() > deadline:
         raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
-
-
-async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings) -> None:
-    """Write the content of a URI to a sink, and follow redirects that `_admit` allows.
-
-    Raise ValueError or httpx.HTTPError if the download fails.
-    """
-    try:
-        context = httpx.create_ssl_context()  # root certificates: certifi's, or those in SSL_CERT_FILE or SSL_CERT_DIR
-    except OSError as error:
-        raise ValueError(
-            f"the service cannot read the root certificates that SSL_CERT_FILE or SSL_CERT_DIR names ({error.strerror})"
-        ) from error
-    for _ in range(1 + _MOST_REDIRECTS):
-        addresses = [uri.host] if trusted else await _public_addresses(uri)
-        # A transport is used instead of a client, because a transport ignores proxies, cookies, redirects and .netrc.
-        async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
-            response = await _ask(transport, uri, addresses, settings.body_idle_seconds)
-            try:
-                if response.status_code not in _REDIRECTS:
-                    await _take_body(response, sink, settings)
-                    return
-                uri, trusted = _redirected(uri, response.headers.get("location", ""), settings)
-            finally:
-                await response.aclose()
-    raise ValueError(f"the server redirects more than {_MOST_REDIRECTS} times")
-
-
-async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
-    """Request a URI from the first address that can be reached, and return the response before its body is read.
-
-    The Host header and the certificate check use the URI's host name, not the address.
-    """
-    headers = {"Host": uri.authority, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "reflogp"}
-    patience = httpx.Timeout(idle_seconds, connect=min(idle_seconds, _CONNECT_SECONDS)).as_dict()
-    extensions = {"timeout": patience, "sni_hostname": uri.host}
-    for number, address in enumerate(addresses, 1):
-        host = f"[{address}]" if ":" in address else address
-        request = httpx.Request(
-            "GET", f"{uri.scheme}://{host}:{uri.port}{uri.path or '/'}{uri.query}", headers=headers, extensions=extensions
-        )
-        try:
-            return await transport.handle_async_request(request)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            if number == len(addresses):
-                raise
-    raise ValueError("the host has no address")
-
-
-def _redirected(uri: _Uri, location: str, settings: ServerSettings) -> tuple[_Uri, bool]:
-    """Return the URI that a redirect leads to, and whether that URI's host is trusted.
-
-    Raise ValueError if the redirect does not lead to an HTTP or HTTPS URI that the settings allow.
-    """
-    try:
-        target = _parse(urljoin(f"{uri.scheme}://{uri.authority}{uri.path}", location))
-    except ValueError as error:
-        raise ValueError(f"the server redirects to a URI that cannot be fetched: {error}") from error
-    if not location or target.scheme not in _PORTS or not target.host:
-        raise ValueError("the server's redirect does not lead to an http or https URI")
-    try:
-        return target, _admit(target, settings)
-    except ValueError as error:
-        raise ValueError(f"the server redirects to {shortened(target.authority, 100)!r}, but {error}") from error
-
-
-async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSettings) -> None:
-    if response.status_code != 200:
-        raise ValueError(f"the server responded with status {response.status_code}")
-    if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ValueError("the response has a content encoding that was not requested")
-    length = response.headers.get("content-length", "")
-    if not length.isdigit() and "chunked" not in response.headers.get("transfer-encoding", "").lower():
-        raise ValueError("the response has neither a Content-Length nor chunked encoding, so it may be incomplete")
-    if length.isdigit():
-        sink.check_room(int(length), settings)
-    async for chunk in response.aiter_raw():
-        sink.write(chunk, settings)
 
 
 # Object stores

@@ -54,8 +54,8 @@ class DatasetSpec(BaseModel):
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
         max_length=4096,
-        description="URI of the dataset (https://…, s3://…, hf://datasets/ORGANISATION/NAME, …). The setting dataset_uris must"
-        " allow it.",
+        description="URI of the dataset (s3://…, gs://…, az://… or hf://datasets/ORGANISATION/NAME). The setting dataset_uris "
+        "must allow it.",
     )
     split: str = Field(
         "train", max_length=200, description="Split to score, for a saved DatasetDict or hf://datasets/ORGANISATION/NAME."

@@ -11,6 +11,7 @@ exit.
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -20,10 +21,8 @@ import uvicorn
 from pythonjsonlogger.json import JsonFormatter
 
 from reflogp.service.app import create_app
-from reflogp.service.connections import ConnectionConfig, waiting_connections
 from reflogp.service.log_lines import FIELDS, LogLine
 from reflogp.service.request_ids import add_request_id
-from reflogp.service.request_memory import give_memory_back
 from reflogp.service.settings import ServerSettings
 from reflogp.store.texts import hide_secrets
 
@@ -52,6 +51,7 @@ def install_logging(form: Literal["text", "json"]) -> None:
 
 #: How many seconds open requests are given to finish when the service stops.
 _GRACE_SECONDS = 20
+_OPEN_FILES = 65_536
 
 
 class _Server(uvicorn.Server):
@@ -64,19 +64,24 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def _allow_connections() -> None:
+    """Raise the soft limit on open files, which many systems set to 1,024, so that thousands of trainers can stay connected."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(settings: ServerSettings) -> None:
     """Run the service, and return when it has stopped. Raise the same errors as `create_app`."""
-    give_memory_back()
     app = create_app(settings)
     install_logging(settings.log_format)
-    config = ConnectionConfig(
+    _allow_connections()
+    config = uvicorn.Config(
         app,
-        settings.head_seconds,
-        settings.answer_idle_seconds,
-        waiting_connections(settings.max_connections),
         host=settings.host,
         port=settings.port,
-        h11_max_incomplete_event_size=settings.max_head_bytes,
+        ws="none",
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,
         server_header=False,

@@ -151,45 +151,22 @@ class ServerSettings(BaseSettings):
         "by default.",
     )
     max_body_bytes: int = Field(
-        256 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
+        64 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
     )
     max_json_bytes: int = Field(
         2 << 20,
         gt=0,
         description="Maximum size of a JSON body in bytes. Larger lookups and scoring requests must be sent as Arrow streams.",
     )
-    request_memory_bytes: int | None = Field(
-        None,
-        ge=64 << 20,
-        description="Maximum total memory of all open requests, in bytes. Further requests wait for up to 10 seconds and are "
-        "then rejected with 503. Default: 1/8 of the memory of the machine or container, but at least 256 MiB.",
-    )
-    max_head_bytes: int = Field(
-        32 << 10,
+    max_large_requests: int = Field(
+        4,
         gt=0,
-        description="Maximum size in bytes of a request's target (path and query). The same limit applies to the total size "
-        "of the request's headers.",
+        description="Maximum number of requests of more than 256 KiB that are read, decoded or answered at the same time. "
+        "Others wait for up to 30 seconds and are then rejected with 503.",
     )
-    head_seconds: float = Field(
-        10.0,
-        gt=0,
-        description="Maximum time in seconds for a request's headers to arrive in full. After that, the connection is closed.",
-    )
-    answer_idle_seconds: float = Field(
-        30.0,
-        gt=0,
-        description="Maximum time in seconds that a client may pause while reading a response. After that, the connection is "
-        "closed.",
-    )
-    max_lookup_keys: int = Field(5_000_000, gt=0, description="Maximum number of keys in one lookup.")
+    max_lookup_keys: int = Field(2_000_000, gt=0, description="Maximum number of keys in one lookup.")
     max_answer_bytes: int = Field(
         1 << 30, gt=0, description="Maximum size in bytes of the token values in the response to a lookup."
-    )
-    max_connections: int = Field(
-        1_000,
-        gt=0,
-        description="Maximum number of open requests; further requests are rejected with 503. In addition, up to this "
-        "many connections may be idle.",
     )
     state: Path | None = Field(
         None,
@@ -231,8 +208,8 @@ class ServerSettings(BaseSettings):
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="Maximum memory of a worker and its child processes, in bytes. A worker that uses more is killed and restarted. Default: 9/10 of "
-        "the memory of the machine or container.",
+        description="Maximum memory of a worker and its child processes, in bytes. A worker that uses more is killed and "
+        "restarted. Default: 9/10 of the memory of the machine or container.",
     )
     worker_silence_seconds: float = Field(
         60.0,
@@ -291,10 +268,8 @@ class ServerSettings(BaseSettings):
     )
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Prefixes of the URIs by which jobs may name datasets, such as https://host/folder/, "
-        "s3://bucket/folder/ or hf://datasets/organisation/name. Default: none. If a prefix names a host, that host is "
-        "trusted, even if its address is in a private network. The bare prefix https:// allows any host that has only public "
-        "addresses.",
+        description="Prefixes of the URIs by which jobs may name datasets, such as s3://bucket/folder/, gs://bucket/, "
+        "az://container/ or hf://datasets/organisation/name. Default: none.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")
     max_uploads_bytes: int = Field(
@@ -308,11 +283,6 @@ class ServerSettings(BaseSettings):
         3_600.0,
         gt=0,
         description="Maximum duration of a fetch, in seconds. A fetch that takes longer is stopped, and its job fails.",
-    )
-    body_idle_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="An upload or fetch is stopped if it receives almost no data (less than 4 KiB) for this many seconds.",
     )
     row_seconds: float = Field(
         10.0,

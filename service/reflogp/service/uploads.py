@@ -32,9 +32,8 @@ from reflogp.service.settings import ServerSettings
 _PARTIAL = ".partial-"
 #: Number of received bytes to collect in memory before a background thread writes them to disk.
 _WRITE_BYTES = 256 << 10
-#: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep the upload open
-#: by sending one byte per minute.
-_LEAST_BYTES = 4 << 10
+#: An upload is stopped if fewer than _LEAST_BYTES arrive within _IDLE_SECONDS, because it holds a part of the quota.
+_LEAST_BYTES, _IDLE_SECONDS = 4 << 10, 60.0
 #: A file is kept for at least this time after it was received or returned by `resolve`. During this time, the job that will use
 #: the file may not be in the ledger yet.
 _GRACE = timedelta(minutes=10)
@@ -205,7 +204,7 @@ class UploadFolder:
 
     async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Join chunks into larger blocks, and yield the blocks. Raise Problem 408 if the chunks arrive too slowly."""
-        loop, patience = asyncio.get_running_loop(), self._settings.body_idle_seconds
+        loop, patience = asyncio.get_running_loop(), _IDLE_SECONDS
         block, since = bytearray(), 0
         deadline = loop.time() + patience
         while True:

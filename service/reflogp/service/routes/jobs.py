@@ -14,11 +14,10 @@ from fastapi.responses import FileResponse, StreamingResponse
 from reflogp.service.auth import may_read, requires, still_allowed
 from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
+from reflogp.service.large_requests import content_length
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobSettings, JobState, Report
-from reflogp.service.precompute import MAX_REPORT_BYTES
 from reflogp.service.problems import Problem, documented
-from reflogp.service.request_memory import reservation_of
 from reflogp.store.windows import TruncationMode
 
 #: A job can be submitted with the dataset as the request body. This dict maps each allowed media type to its file suffix.
@@ -33,11 +32,6 @@ _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: To read, validate and write a page of jobs, a request reserves _JOB_COST bytes of memory for each job, and at most _PAGE_COST
-#: bytes in total.
-_JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
-#: Bytes of memory needed for a report while it is read, validated and written.
-_REPORT_COST = 4 * MAX_REPORT_BYTES
 #: OpenAPI description that all settings in the query string share.
 _IN_QUERY = "Same as the field with this name in a JSON body. Used only if the request body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
@@ -92,11 +86,10 @@ def jobs_router(context: Context) -> APIRouter:
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
             if query is None:
-                raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
+                raise Problem(422, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
-            declared = request.headers.get("content-length", "")
-            length = int(declared) if declared.isdigit() else None
-            received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
+            chunks, length = stream_chunks(request), content_length(request)
+            received = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
             name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for display only; there is no upload with this name
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
@@ -116,7 +109,6 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 422, 503),
     )
     async def jobs(
-        request: Request,
         state: Annotated[JobState | None, Query(description="List only jobs in this state.")] = None,
         before: Annotated[
             str | None, Query(max_length=64, description="Id of a job. List only jobs that were submitted before this job.")
@@ -128,7 +120,6 @@ def jobs_router(context: Context) -> APIRouter:
         If the JSON of `limit` jobs would be too long, the page contains fewer jobs. To get the next page, pass this page's
         `next_before` as `before`.
         """
-        await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
 
     @router.get(
@@ -229,10 +220,9 @@ def jobs_router(context: Context) -> APIRouter:
         response_description="Histograms, outliers and bad rows.",
         responses=documented(401, 403, 404, 409, 413, 422, 503),
     )
-    async def report(job_id: _JobId, request: Request) -> Report:
+    async def report(job_id: _JobId) -> Report:
         """Show the report on a completed job's values: histograms, outliers and bad rows."""
         await _require_done(job_id)
-        await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
         if found is None:
             raise Problem(404, "the job has no report", "submit the dataset again with a new Idempotency-Key")

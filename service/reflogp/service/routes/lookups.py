@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Annotated, Any
 
@@ -17,7 +18,6 @@ from reflogp.service.answers import answer_messages, answer_parts, answer_table
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
-    PIECE_BYTES,
     body_schemas,
     in_pieces,
     json_response,
@@ -28,26 +28,19 @@ from reflogp.service.bodies import (
     require_type,
 )
 from reflogp.service.context import Context
+from reflogp.service.large_requests import LargeRequests
 from reflogp.service.problems import Problem, documented
-from reflogp.service.request_memory import reservation_of
 from reflogp.store import Snapshot
-from reflogp.store.keys import KEY_BYTES, KEY_TYPE
+from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import ARROW_STREAM
-from reflogp.store.shard import READ_BYTES
 from reflogp.store.snapshot import Found
 from reflogp.store.texts import hide_secrets
 
-#: The token values in one batch of a response take at most _BATCH_BYTES, and at most 1/_BATCH_PART of the memory for all
-#: requests. For each batch, the row groups that contain its keys are read. Larger batches reduce the amount read in total, but
-#: need more memory.
-_BATCH_BYTES, _BATCH_PART = 64 << 20, 16
-#: Bytes of memory for each byte of keys: one for the body, and one for a copy in case the keys arrive in several batches.
-_KEYS_COST = 2
-#: Additional bytes reserved for each Arrow request, for decoding and for the schema.
-_MARGIN_BYTES = 64 << 10
-#: Maximum number of token values in a JSON response, and bytes of memory needed for each value (a Python number, its list
-#: entry, and about 20 characters of JSON).
-_MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
+#: The token values in one batch of a response take at most this many bytes. For each batch, the row groups that contain its
+#: keys are read. Larger batches reduce the amount read in total, but need more memory.
+_BATCH_BYTES = 64 << 20
+#: Maximum number of token values in a JSON response.
+_MAX_JSON_VALUES = 250_000
 
 
 class ReferenceInfo(BaseModel):
@@ -138,15 +131,6 @@ def lookups_router(context: Context) -> APIRouter:
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
         return found
 
-    def with_values(held: int, reading: int) -> int:
-        """Return how many bytes to reserve for a lookup that needs `held` bytes, and `reading` more bytes to read token values.
-
-        Row groups are always read as a whole, so a single row group can take more memory than one request may reserve. The sum
-        of `held` and `reading` is therefore limited to the maximum that one request may reserve, but the result is never less
-        than `held`.
-        """
-        return max(held, min(held + reading, context.request_memory.largest))
-
     @router.post(
         "/v1/lookup",
         tags=["lookup"],
@@ -176,35 +160,21 @@ def lookups_router(context: Context) -> APIRouter:
         `scored_len`, `logp_sum` and, if `values` is set, `token_logps`. The response's schema metadata contains reference_id
         and snapshot. If the request body is JSON, so is the response.
         """
-        kind = require_type(request, JSON, ARROW_STREAM)
-        reservation = reservation_of(request)
-        if kind == ARROW_STREAM:
-            found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
-            batch = min(_BATCH_BYTES, context.request_memory.size // _BATCH_PART)
+        if require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM:
             longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
-
-            def cost(size: int) -> int:
-                finding = _MARGIN_BYTES + _KEYS_COST * size + found_in.find_bytes(size // KEY_BYTES)
-                return with_values(finding, 2 * (batch + READ_BYTES)) if values else finding
-
-            body = await read_body(request, longest, cost)
-            keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-            found = await to_thread.run_sync(find, found_in, keys, values, settings.max_answer_bytes)
-            del body, keys
-            parts = answer_parts(found, values, batch)
-            largest = max((4 * int(found.lengths[slice(*part)].clip(min=0).sum()) for part in parts), default=0)
-            held = _MARGIN_BYTES + found.nbytes + 2 * PIECE_BYTES
-            reservation.resize(with_values(held, found.values_bytes(largest)) if values else held)
-            return await _streamed(answer_messages(found_in, found, values, parts))
-        asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            async with context.large.turn_of(request):
+                body = await read_body(request, longest)
+                found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
+                keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
+                found = await to_thread.run_sync(find, found_in, keys, values, settings.max_answer_bytes)
+            parts = answer_parts(found, values, _BATCH_BYTES)
+            return await _streamed(answer_messages(found_in, found, values, parts), context.large if values else None)
+        async with context.large.turn_of(request):
+            asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
         found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
         most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
         found = await to_thread.run_sync(find, found_in, keys, asked.values, most)
-        held = reservation.bytes + found_in.find_bytes(len(keys))
-        if asked.values:
-            held = with_values(held + _JSON_VALUE_COST * _MAX_JSON_VALUES, found.values_bytes(most))
-        reservation.resize(held)
         return await to_thread.run_sync(_json, found_in, found, asked.values)
 
     return router
@@ -215,21 +185,25 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
-async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
+async def _streamed(messages: Iterator[pa.Buffer], large: LargeRequests | None) -> Response:
     """Return a response that streams Arrow batches.
 
     The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
     a truncated response. Later batches are created while the response is being sent. If a later batch cannot be read, the
-    response is truncated.
+    response is truncated. With `large`, each batch is created in a turn of a large request, which ends before it is sent.
     """
-    first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
+
+    async def after(count: int) -> list[pa.Buffer]:
+        async with large.turn() if large is not None else nullcontext():
+            return await to_thread.run_sync(lambda: list(islice(messages, count)))
+
+    first = await after(2)
 
     async def pieces() -> AsyncIterator[bytes]:
-        while first:
-            for piece in in_pieces(first.pop(0)):
+        ready = first
+        while ready:
+            for piece in in_pieces(ready.pop(0)):
                 yield piece
-        while (message := await to_thread.run_sync(next, messages, None)) is not None:
-            for piece in in_pieces(message):
-                yield piece
+            ready = ready or await after(1)
 
     return StreamingResponse(pieces(), media_type=ARROW_STREAM)

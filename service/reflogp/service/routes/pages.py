@@ -165,7 +165,7 @@ class _Pages:
 
     async def sign_in(self, request: Request, who: str) -> Response:
         require_type(request, "application/x-www-form-urlencoded")
-        body = await read_body(request, _FORM_BYTES, lambda size: 16 * size)
+        body = await read_body(request, _FORM_BYTES)
         form = parse_qs(body.decode("utf-8", "replace"))
         token, target = form.get("token", [""])[0].strip(), _local(form.get("next", [""])[0])
         if self._tokens and entry_of(token, self._tokens) is None:

@@ -26,9 +26,8 @@ from reflogp.service.bodies import (
 from reflogp.service.context import Context
 from reflogp.service.online import Scored
 from reflogp.service.problems import documented
-from reflogp.service.request_memory import reservation_of
 from reflogp.service.worker.protocol import SEQUENCES
-from reflogp.store.schema import ARROW_STREAM, one_array
+from reflogp.store.schema import ARROW_STREAM
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: Status that nginx logs when a caller has disconnected. Here it is used only in metrics.
@@ -36,11 +35,6 @@ _CLIENT_GONE = 499
 #: A body of at most this many bytes is decoded in the event loop, because starting a thread would take longer than decoding the
 #: body.
 _DECODED_AT_ONCE = 1 << 20
-#: Memory in bytes that an Arrow request needs: _BODY_COST per byte of its body while the body is decoded, _VALUE_COST per value
-#: (a token id or a mask entry) while the request is scored, and _MARGIN_BYTES in both cases. Each value is stored four times:
-#: in a table, in the frame for the worker, in the pipe to the worker, and in a copy of the frame that is kept in case the
-#: worker dies. Later, each value of the response is also stored four times.
-_BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 
 class SequenceBody(BaseModel):
@@ -153,20 +147,19 @@ def scores_router(context: Context) -> APIRouter:
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
         limits = (settings.max_score_sequences, settings.max_score_tokens)
         if as_arrow:
-            longest = min(settings.max_body_bytes, sequences_body_bytes(*limits))
-            body = await read_body(request, longest, lambda size: _MARGIN_BYTES + _BODY_COST * size)
-            if len(body) > _DECODED_AT_ONCE:
-                table = await to_thread.run_sync(sequences_of, body, *limits)
-            else:
-                table = sequences_of(body, *limits)
-            values = sum(len(one_array(column).flatten()) for column in table.columns)
-            reservation_of(request).resize(len(body) + _VALUE_COST * values + _MARGIN_BYTES)
-            del body
+            async with context.large.turn_of(request):
+                body = await read_body(request, min(settings.max_body_bytes, sequences_body_bytes(*limits)))
+                if len(body) > _DECODED_AT_ONCE:
+                    table = await to_thread.run_sync(sequences_of, body, *limits)
+                else:
+                    table = sequences_of(body, *limits)
+                del body
         else:
-            asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
-            table = await to_thread.run_sync(_table_of, asked)
+            async with context.large.turn_of(request):
+                asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+                table = await to_thread.run_sync(_table_of, asked)
+                del asked
             bounded_tokens(table, settings.max_score_tokens)
-            del asked
         seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
         scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
         scored = await _unless_gone(request, scoring)

@@ -11,9 +11,9 @@ from reflogp.scoring.data.read import SUFFIXES_IN_WORDS
 from reflogp.service.auth import requires
 from reflogp.service.bodies import JSON, json_response, require_type, stream_chunks
 from reflogp.service.context import Context
+from reflogp.service.large_requests import content_length
 from reflogp.service.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
 from reflogp.service.problems import documented
-from reflogp.service.request_memory import reservation_of
 from reflogp.service.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
@@ -33,8 +33,6 @@ _FILE_TYPES = (
     "application/zstd",
     "application/x-lz4",
 )
-#: Bytes of memory needed for a list of 10,000 uploads while it is read from the ledger, validated and converted to JSON.
-_LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
@@ -67,9 +65,7 @@ def uploads_router(context: Context) -> APIRouter:
         If the new file replaces an earlier upload with the same name, existing jobs still read the earlier file.
         """
         require_type(request, *_FILE_TYPES)
-        declared = request.headers.get("content-length", "")
-        length = int(declared) if declared.isascii() and declared.isdigit() else None
-        upload, created = await uploads.receive(name, stream_chunks(request), length)
+        upload, created = await uploads.receive(name, stream_chunks(request), content_length(request))
         response.status_code = 201 if created else 200
         return upload
 
@@ -81,9 +77,8 @@ def uploads_router(context: Context) -> APIRouter:
         response_model=Uploads,
         responses=documented(401, 403, 503),
     )
-    async def list_uploads(request: Request) -> Response:
+    async def list_uploads() -> Response:
         """List all uploads, sorted by name."""
-        await reservation_of(request).reserve(_LIST_COST)
         return await to_thread.run_sync(lambda: json_response(Uploads(uploads=uploads.list())))
 
     @router.get(

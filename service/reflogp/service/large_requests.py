@@ -1,0 +1,61 @@
+"""Limit how many large requests are read, decoded and answered at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from reflogp.service.problems import Problem
+
+#: A request whose body has more bytes than this is large.
+LARGE_BYTES = 256 << 10
+#: A large request that has waited for this many seconds is rejected.
+_PATIENCE_SECONDS = 30.0
+
+
+class LargeRequests:
+    """A semaphore for large requests. Small requests never wait.
+
+    Args:
+        most: maximum number of large requests at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._semaphore = asyncio.Semaphore(most)
+
+    @asynccontextmanager
+    async def turn_of(self, request: Request) -> AsyncIterator[None]:
+        """Wait for a turn if the request's body is large or of unknown length."""
+        declared = content_length(request)
+        if declared is not None and declared <= LARGE_BYTES:
+            yield
+            return
+        async with self.turn():
+            yield
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn. Raise Problem 503 with Retry-After if other large requests take too long."""
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await self._semaphore.acquire()
+        except TimeoutError:
+            raise Problem(
+                503,
+                "too many large requests are being processed",
+                "try again later, or send less data per request",
+                {"Retry-After": "5"},
+            ) from None
+        try:
+            yield
+        finally:
+            self._semaphore.release()
+
+
+def content_length(request: Request) -> int | None:
+    """Return the request's Content-Length, or None if it has none."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isascii() and declared.isdigit() else None
