@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
-from reflogp.service.auth import Sessions
 from reflogp.service.context import Context
 from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.large_requests import LargeRequests
@@ -99,11 +98,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=version("reflogp"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's /docs loads a script from another site, but the /docs of routes/pages.py does not
+        docs_url=None,  # FastAPI's page loads a script from another site
         redoc_url=None,
     )
     app.state.context = context
-    app.state.sessions = Sessions(settings.tokens)
     problems.install(app)
     app.add_middleware(SameSiteGuard, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
     app.add_middleware(Timed, metrics=metrics)

@@ -33,6 +33,7 @@ JSON = "application/json"
 
 #: JSON bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
+_SEE = "see docs/api.md or /openapi.json for what the route accepts"
 _SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
 
 #: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
@@ -144,7 +145,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route accepts") from error
+        raise Problem(422, f"{where}: {first['msg']}", _SEE) from error
 
 
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
@@ -336,7 +337,7 @@ def _check_metadata(message: pa.ipc.Message) -> None:
 
 def _not_arrow(what: str, error: Exception) -> Problem:
     said = str(error).split("\n")[0] or type(error).__name__
-    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see /docs for what the route accepts")
+    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", _SEE)
 
 
 class PiecewiseResponse(Response):

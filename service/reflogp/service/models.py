@@ -194,25 +194,6 @@ class Job(BaseModel):
     def _hide_secrets(cls, text: str | None) -> str | None:
         return None if text is None else hide_secrets(text)
 
-    def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """Return a copy of the job without the data that only its first submitter and callers with the scope `read` may see.
-
-        Args:
-            asked: the caller's own request for this job, if any. The copy contains the settings and dataset of this request.
-        """
-        settings = self.settings.model_copy(update={"title": "", "priority": 0})
-        return self.model_copy(
-            update={
-                "settings": settings if asked is None else JobSettings(**asked.model_dump(exclude={"dataset"})),
-                "dataset": None if asked is None else self._hide_signature(asked.dataset),
-                "submitted_by": "",
-                "note": None,
-                "error": None,
-                "summary": None,
-                "throughput": [],
-            }
-        )
-
 
 class Jobs(BaseModel):
     """A page of jobs, newest first."""

@@ -42,6 +42,8 @@ _STATUS: list[tuple[type[ReflogpError], int, str]] = [
 #: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.
 _LEDGER_SECONDS = "5"
 
+_SEE_API = "see docs/api.md or /openapi.json for the routes and what they accept"
+
 
 class ProblemBody(BaseModel):
     """The body of an error response: a problem in RFC 9457 format."""
@@ -102,7 +104,9 @@ def install(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return Problem(
-            422, f"{where}: {first['msg']}", "see /docs for the parameters and bodies that this route accepts"
+            422,
+            f"{where}: {first['msg']}",
+            _SEE_API,
         ).response()
 
     @app.exception_handler(HTTPException)
@@ -110,7 +114,7 @@ def install(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette's Allow header lists only the methods of the first route with this path
             headers["Allow"] = ", ".join(_methods_here(request))
-        return Problem(error.status_code, str(error.detail), "see /docs for the available routes", headers).response()
+        return Problem(error.status_code, str(error.detail), _SEE_API, headers).response()
 
     @app.exception_handler(Exception)
     async def _(request: Request, error: Exception) -> JSONResponse:

@@ -10,7 +10,7 @@ Example of a settings file, with the corresponding environment variables:
     [[tokens]]
     name = "trainers"
     sha256 = "…"                            # digest of the token; `reflogp token trainers` prints these four lines
-    scopes = ["read", "score"]
+    scopes = ["score"]
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
-#: What a token permits. read: all requests that only read. score: submit, cancel and retry jobs, send and delete uploads, and
-#: score sequences online. admin: everything that read and score permit.
+#: What a token permits. read: all requests that only read. score: also submit, cancel and retry jobs, send and delete uploads,
+#: and score sequences online. admin: everything.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 

@@ -1,4 +1,4 @@
-"""Serve the web pages: the list of jobs, a page for each job, references, the store, API documentation and sign-in.
+"""Serve the web pages: the list of jobs, a page for each job, references, the store, and sign-in.
 
 Pages are rendered on the server. In the browser, a script keeps the open page up to date.
 """
@@ -18,11 +18,12 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.reports.chart_frame import STYLE
-from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
+from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, require_scope, signed_in
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import api, charts
+from reflogp.service.pages import charts
+from reflogp.service.pages.names import dataset_name, job_name
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.settings import Scope
 from reflogp.service.sites import is_of_own_page
@@ -49,7 +50,7 @@ _Handler = Callable[[Request, str], Awaitable[Response]]
 def pages_router(context: Context) -> APIRouter:
     """Return the routes for all pages.
 
-    If the settings contain tokens, all pages except /docs, /signin, /signout and /static require a session cookie.
+    If the settings contain tokens, all pages except /signin, /signout and /static require a signed-in browser.
     """
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
@@ -60,7 +61,6 @@ def pages_router(context: Context) -> APIRouter:
     router.get("/store")(pages.shown(pages.store))
     router.post("/jobs/{job_id}/cancel")(pages.shown(pages.cancel, "score"))
     router.post("/jobs/{job_id}/retry")(pages.shown(pages.retry, "score"))
-    router.get("/docs")(pages.shown(pages.api, None))
     router.get("/signin")(pages.shown(pages.ask_token, None))
     router.post("/signin")(pages.shown(pages.sign_in, None))
     router.post("/signout")(pages.shown(pages.sign_out, None))
@@ -85,17 +85,16 @@ class _Pages:
         )
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(texts, name)
-        for name in ("dataset_name", "job_name"):
-            self._templates.filters[name] = getattr(api, name)
+        self._templates.filters.update(dataset_name=dataset_name, job_name=job_name)
         self._templates.globals.update(
             static=self._static_url, histogram=charts.histogram, throughput=charts.throughput, guarded=bool(self._tokens)
         )
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler in a route that checks the session, shows errors as pages and adds headers to the response.
+        """Wrap a handler in a route that checks the cookie, shows errors as pages and adds headers to the response.
 
-        If the settings contain tokens, the session's token must have the scope `scope`. If `scope` is None, no session is
-        required.
+        If the settings contain tokens, the browser must be signed in with a token that permits `scope`. If `scope` is None,
+        anybody is admitted.
         """
 
         async def answer(request: Request) -> Response:
@@ -153,13 +152,9 @@ class _Pages:
         ]
         return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.registry.store.uri))
 
-    async def api(self, request: Request, who: str) -> Response:
-        spec = request.app.openapi()
-        return self._page("api.html", who, operations=api.operations(spec), shapes=api.shapes(spec))
-
     async def ask_token(self, request: Request, who: str) -> Response:
         target = _local(request.query_params.get("next", ""))
-        if not self._tokens or sessions_of(request).entry(request):
+        if not self._tokens or signed_in(request, self._tokens):
             return RedirectResponse(target, HTTPStatus.SEE_OTHER)
         return self._page("signin.html", "", next=target, wrong=None)
 
@@ -173,11 +168,10 @@ class _Pages:
             return self._page("signin.html", "", HTTPStatus.UNAUTHORIZED, next=target, wrong=wrong)
         response = RedirectResponse(target, HTTPStatus.SEE_OTHER)
         if self._tokens:
-            sessions_of(request).end(request)
             response.set_cookie(
                 cookie_name(request),
-                sessions_of(request).begin(token),
-                max_age=SESSION_SECONDS,
+                quote(token),
+                max_age=SIGNED_IN_SECONDS,
                 path="/",
                 secure=_came_by_https(request),
                 httponly=True,
@@ -186,7 +180,6 @@ class _Pages:
         return response
 
     async def sign_out(self, request: Request, who: str) -> Response:
-        sessions_of(request).end(request)
         response = RedirectResponse("/signin", HTTPStatus.SEE_OTHER)
         response.delete_cookie(cookie_name(request), path="/", secure=_came_by_https(request), httponly=True, samesite="strict")
         return response
@@ -207,11 +200,11 @@ class _Pages:
             raise Problem(
                 403,
                 "the form was not sent from a page of this service",
-                "use the form on the service's page, or the API (see /docs)",
+                "use the form on the service's page, or the API",
             )
         if not self._tokens:
             return await handler(request, "loopback")
-        entry = sessions_of(request).entry(request)
+        entry = signed_in(request, self._tokens)
         if scope is None:
             return await handler(request, entry.name if entry else "")
         if entry is None:
@@ -222,13 +215,13 @@ class _Pages:
         return await handler(request, entry.name)
 
     def _page(self, template: str, who: str, status: int = 200, **values: object) -> Response:
-        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store", "api.html": "/docs"}.get(template)
+        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store"}.get(template)
         values = {"unfinished": False, "here": here, "who": who, **values}
         return HTMLResponse(self._templates.get_template(template).render(values), status)
 
     def _error(self, request: Request, problem: Problem) -> Response:
         job_id = request.path_params.get("job_id")
-        entry = sessions_of(request).entry(request)
+        entry = signed_in(request, self._tokens)
         response = self._page(
             "error.html",
             entry.name if entry else "" if self._tokens else "loopback",
