@@ -16,7 +16,7 @@ def ledger(tmp_path):
     found.close()
 
 
-def put(ledger, identity, *, content=None, priority=0, reference="a", lasting=True):
+def put(ledger, identity, *, content=None, priority=0, reference="a", lasting=True, most_queued=None):
     asked = Submission(
         identity=identity,
         content=content or identity,
@@ -27,7 +27,7 @@ def put(ledger, identity, *, content=None, priority=0, reference="a", lasting=Tr
         submitted_by="me",
         lasting=lasting,
     )
-    return ledger.submit(asked)
+    return ledger.submit(asked, most_queued)
 
 
 def test_the_same_identity_is_one_job_and_another_content_is_refused(ledger):

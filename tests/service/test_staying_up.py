@@ -1,6 +1,7 @@
 """A service whose ledger, disk and workers fail under it: jobs end right, and it is ready again."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -24,42 +25,57 @@ from tests.conftest import write_rows
 from tests.service.faults import ERRORS, call_sites, install
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 from tests.service.test_ledger_faults import locked
+from tests.store.s3 import environment_of
 
 BYTES = {"content-type": "application/octet-stream"}
 #: Bytes of uploads and fetched datasets together.
 ROOM = 1_000_000
 
 
-class DataHost(BaseHTTPRequestHandler):
-    """Datasets by path: /SIZE.jsonl at once, /slow-….jsonl as long as `gate` is closed."""
+class Bucket(BaseHTTPRequestHandler):
+    """Objects of a bucket as S3 serves them: SIZE.jsonl at once, slow-….jsonl as long as `gate` is closed."""
 
     gate = threading.Event()
 
     def log_message(self, *_):
         pass
 
-    def do_GET(self):
-        body = "".join(json.dumps(row) + "\n" for row in token_rows(3, seed=len(self.path))).encode()
-        if self.path.startswith("/big"):
-            body *= 400
+    def body(self) -> bytes:
+        name = self.path.rpartition("/")[2]
+        return "".join(json.dumps(row) + "\n" for row in token_rows(3, seed=len(name))).encode() * (400 if "big" in name else 1)
+
+    def do_HEAD(self):
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(self.body())))
         self.end_headers()
-        if self.path.startswith("/slow"):
-            self.wfile.write(body[:100])
+
+    def do_GET(self):
+        body = self.body()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        first, last = map(int, asked.groups()) if asked else (0, len(body) - 1)
+        part = body[first : last + 1]
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(part)))
+        if asked:
+            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(body)}")
+        self.end_headers()
+        if "slow" in self.path:
+            self.wfile.write(part[:100])
             self.wfile.flush()
-            DataHost.gate.wait(60)
-            body = body[100:]
-        self.wfile.write(body)
+            Bucket.gate.wait(60)
+            part = part[100:]
+        self.wfile.write(part)
 
 
 @pytest.fixture(scope="module")
-def host():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), DataHost)
+def bucket():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    DataHost.gate.set()
+    reach = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+    with environment_of({**reach, "AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}):
+        yield "s3://team"
+    Bucket.gate.set()
     server.shutdown()
 
 
@@ -69,10 +85,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder, host):
+def service(place, reference_folder, bucket):
     """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
     settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3, "worker_silence_seconds": 12.0}
-    settings |= {"dataset_uris": [f"{host}/"], "max_queued_tokens": 20_000, "max_uploads_bytes": ROOM}
+    settings |= {"dataset_uris": [f"{bucket}/"], "max_queued_tokens": 20_000, "max_uploads_bytes": ROOM}
     with running("--config", settings_file(place, place / "store", {"ref": float32(reference_folder)}, **settings)) as found:
         answer = httpx.get(f"{found.url}/readyz")
         assert (answer.status_code, "worker 0 is starting" in answer.text) == (503, True)
@@ -189,39 +205,39 @@ def test_requests_for_a_stopped_worker_do_not_fill_the_memory(service, client):
     assert len(client.score("ref", [[1, 2]], [[3, 4]]).token_logps) == 1
 
 
-def test_a_slow_uri_holds_up_nobody(service, client, host):
-    DataHost.gate.clear()
-    slow = [by_uri(service.url, f"{host}/slow-{n}.jsonl", priority=50) for n in range(2)]
+def test_a_slow_uri_holds_up_nobody(service, client, bucket):
+    Bucket.gate.clear()
+    slow = [by_uri(service.url, f"{bucket}/slow-{n}.jsonl", priority=50) for n in range(2)]
     wait_for(client, slow[0], lambda job: job.note is not None and "being fetched" in job.note)
     assert client.watch(post(service.url, token_rows(2, seed=7)).json()["id"]).state == "done"
-    assert client.watch(by_uri(service.url, f"{host}/quick.jsonl")).state == "done"
+    assert client.watch(by_uri(service.url, f"{bucket}/quick.jsonl")).state == "done"
     began = time.monotonic()
     client.cancel(slow[1])
     assert client.watch(slow[1]).state == "cancelled" and time.monotonic() - began < 2
     assert client.job(slow[0]).state == "queued"
-    DataHost.gate.set()
+    Bucket.gate.set()
     ended = client.watch(slow[0])
     assert (ended.state, ended.attempts, ended.note) == ("done", 1, None)
 
 
-def test_fetched_datasets_and_uploads_share_their_room(service, client, host, place):
+def test_fetched_datasets_and_uploads_share_their_room(service, client, bucket, place):
     folder, uploads = place / "state" / "fetched", place / "state" / "uploads"
-    assert client.watch(by_uri(service.url, f"{host}/big-1.jsonl")).state == "done"
+    assert client.watch(by_uri(service.url, f"{bucket}/big-1.jsonl")).state == "done"
     assert any(file.stat().st_size > 200_000 for file in folder.iterdir())
     size = ROOM - sum(file.stat().st_size for file in uploads.iterdir()) - 50_000
     httpx.put(f"{service.url}/v1/uploads/filler.jsonl", content=b"x" * size, headers=BYTES).raise_for_status()
     assert not any(file.stat().st_size > 200_000 for file in folder.iterdir())  # nobody needed it, and it made room
-    failed = client.watch(by_uri(service.url, f"{host}/big-22.jsonl"))
+    failed = client.watch(by_uri(service.url, f"{bucket}/big-22.jsonl"))
     assert failed.state == "failed" and "max_uploads_bytes" in failed.error, failed
     assert sum(file.stat().st_size for file in [*folder.iterdir(), *uploads.iterdir()]) < ROOM
     assert not list(folder.glob(".partial*"))
-    assert client.watch(by_uri(service.url, f"{host}/small.jsonl")).state == "done"
+    assert client.watch(by_uri(service.url, f"{bucket}/small.jsonl")).state == "done"
 
 
 @pytest.mark.slow
-def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, host, place):
+def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, bucket, place):
     service.workers()[0].suspend()
-    long = by_uri(service.url, f"{host}/again.jsonl", priority=-50)
+    long = by_uri(service.url, f"{bucket}/again.jsonl", priority=-50)
     folder = place / "state" / "fetched"
     wait_until(lambda: any(not file.name.startswith(".") for file in folder.iterdir()))
     for file in folder.iterdir():
@@ -314,9 +330,9 @@ def insist(ask) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_folder, host, monkeypatch, record_property):
+def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_folder, bucket, monkeypatch, record_property):
     """For each kind of error every call fails for longer than it is retried, while jobs come, end and are cancelled."""
-    DataHost.gate.set()
+    Bucket.gate.set()
     faults = install(monkeypatch, Ledger)
     file = settings_file(
         tmp_path,
@@ -325,7 +341,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
         token_budget=256,
         commit_seconds=0.1,
         ledger_seconds=0.05,
-        dataset_uris=[f"{host}/"],
+        dataset_uris=[f"{bucket}/"],
     )
     with served_here(read_settings(file), monkeypatch) as (url, app):
         wait_until(lambda: ready(url))
@@ -335,7 +351,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
             seed = 100 * (number + 1)
             rows = 600 if number == 0 else 12  # long enough to be at work when the workers are killed
             jobs = [insist(lambda at=at: post(url, token_rows(rows, seed=seed + at))).json()["id"] for at in range(3)]  # noqa: B023
-            asked = {"reference": "ref", "dataset": {"uri": f"{host}/rows-{'x' * number}.jsonl"}}
+            asked = {"reference": "ref", "dataset": {"uri": f"{bucket}/rows-{'x' * number}.jsonl"}}
             jobs.append(insist(lambda: httpx.post(f"{url}/v1/jobs", json=asked)).json()["id"])  # noqa: B023
             stopped = insist(lambda: httpx.delete(f"{url}/v1/jobs/{jobs[2]}"))  # noqa: B023
             assert stopped.status_code in (202, 409)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
+from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
@@ -86,7 +88,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         precompute.start(pool)
         pool.start()
+        watch = asyncio.create_task(supervise("checking the store", registry.watch))
         yield
+        watch.cancel()
         precompute.drain()
         await pool.close()
         await precompute.close()

@@ -84,7 +84,8 @@ class Helping:
             return
         for worker in idle:
             is_loaded = claim.reference_id in worker.loaded
-            is_full = not is_loaded and len(worker.loaded) >= worker.configuration.capacity
+            movable = [model for model in worker.loaded if model != worker.configuration.pinned]
+            is_full = not is_loaded and bool(movable) and len(worker.loaded) >= worker.configuration.capacity
             least = _LEFT_SECONDS if is_loaded else _LEFT_TO_LOAD_SECONDS
             if worker.number in self._helps or self._failures[worker.number, claim.id] >= _FAILURES or is_full or left < least:
                 continue

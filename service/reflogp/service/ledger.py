@@ -158,7 +158,7 @@ class Ledger:
     def close(self) -> None:
         self._file.close()
 
-    def submit(self, asked: Submission) -> tuple[Job, bool]:
+    def submit(self, asked: Submission, most_queued: int | None = None) -> tuple[Job, bool]:
         """Record a submission. Return its job, and whether the job is new.
 
         If a job with the same identity exists, that job is returned, except in the cases described under `lasting` in
@@ -166,11 +166,16 @@ class Ledger:
 
         Raises:
             DifferentContentError: a job with this identity exists, but its content is different.
+            QueueFullError: the job would be new, but `most_queued` jobs are already queued.
         """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
             known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
-            if known is not None and known["state"] == "done" and not _is_lasting(asked, known["summary"]):
+            cancelled = "select 1 from cancellation where job = ?"
+            if known is not None and (
+                (known["state"] == "done" and not _is_lasting(asked, known["summary"]))
+                or (known["state"] == "running" and db.execute(cancelled, [known["id"]]).fetchone())
+            ):
                 # the new job takes over the identity; identities must be unique, so the old job's id becomes its identity
                 db.execute("update job set identity = id where id = ?", [known["id"]])
                 known = None
@@ -184,6 +189,9 @@ class Ledger:
                     _set_origin(db, known["id"], asked)
                 _retry(db, known["id"])
                 return _job(db, known["id"]), False
+            queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
+            if most_queued is not None and queued >= most_queued:
+                raise QueueFullError
             job = secrets.token_hex(8)
             db.execute(
                 "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority,"
@@ -480,6 +488,10 @@ class Ledger:
 
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
         return self._file.read(lambda db: db.execute(query, values).fetchall())
+
+
+class QueueFullError(Exception):
+    """Too many jobs are queued."""
 
 
 class DifferentContentError(Exception):

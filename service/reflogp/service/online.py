@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from anyio import to_thread
 
 from reflogp.service.metrics import Metrics
 from reflogp.service.pool import Pool, WorkerHandle
@@ -31,6 +30,9 @@ from reflogp.store.schema import one_array, stream_bytes
 _DEATHS = 2
 #: Assumed size in bytes of one token id in a frame sent to a worker.
 _TOKEN_BYTES = 8
+_CHECK_MODEL = "ask an administrator to check the reference model's files and the service's log"
+#: How many seconds loading a model is assumed to take.
+_LOAD_SECONDS = 20.0
 #: Weight of the latest request in the moving average of tokens per second. The average is used to compute Retry-After.
 _RATE_WEIGHT = 0.2
 
@@ -141,7 +143,7 @@ class OnlineScoring:
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
         if cache_read and storable:
-            known, snapshot = await to_thread.run_sync(self._look_up, model.reference_id, sequences)
+            known, snapshot = await self._registry.threads.run(self._look_up, model.reference_id, sequences)
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
         self._metrics.sequences.labels("online", "hit").inc(hits)
@@ -231,13 +233,10 @@ class OnlineScoring:
                 worker.send({"op": "forget", "id": key})
         if answered["error"] == "deadline":
             raise self._too_late()
+        if answered["error"] is not None and answered["is_permanent"]:
+            raise Problem(500, answered["error"], _CHECK_MODEL)
         if answered["error"] is not None:
-            raise Problem(
-                503,
-                answered["error"],
-                "ask an administrator to check the reference model's files and the service's log",
-                {"Retry-After": "30"},
-            )
+            raise Problem(503, answered["error"], _CHECK_MODEL, {"Retry-After": "30"})
         self._metrics.tokens.labels("online").inc(tokens)
         self._metrics.engine_seconds.observe(answered["engine_seconds"])
         self._metrics.queue_seconds.observe(answered["queue_seconds"])
@@ -247,20 +246,31 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """Choose the worker for a request.
+        """Choose the worker that responds in time and is expected to begin with the request first.
 
-        The criteria, in order of importance: the worker responds in time, has loaded the model, and has few queued tokens.
+        Loading the model counts as much as scoring for _LOAD_SECONDS, and twice that if another model has to be unloaded.
 
         Raises:
-            Problem: 503 if no worker can respond, 429 if too many tokens are queued.
+            Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
         assert self._pool is not None
         working = [worker for worker in self._pool.workers if not worker.broken]
         if not working:
             raise _no_worker(self._pool.workers[0])
-        chosen = min(working, key=lambda worker: (worker.late, reference_id not in worker.loaded, self.queued_tokens(worker)))
-        queued = self.queued_tokens(chosen)
-        if queued and queued + tokens > self._settings.max_queued_tokens:
+        load = int(_LOAD_SECONDS * self._tokens_per_second) or self._settings.max_queued_tokens // 8
+
+        def expected(worker: WorkerHandle) -> tuple[bool, int]:
+            loads = 0 if reference_id in worker.loaded else 1 if len(worker.loaded) < worker.configuration.capacity else 2
+            return worker.late, self.queued_tokens(worker) + loads * load
+
+        def has_room(worker: WorkerHandle) -> bool:
+            queued = self.queued_tokens(worker)
+            return not queued or queued + tokens <= self._settings.max_queued_tokens
+
+        free = [worker for worker in working if has_room(worker)]
+        chosen = min(free or working, key=expected)
+        if not free:
+            queued = self.queued_tokens(chosen)
             self._metrics.refused.labels("queue").inc()
             wait = math.ceil(queued / self._tokens_per_second) if self._tokens_per_second else 1
             raise Problem(

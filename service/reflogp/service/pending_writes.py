@@ -90,12 +90,15 @@ class PendingWrites:
             then: called once, in the event loop, with the return value of `call`, or with None if `call` raised an error other
                 than LedgerError.
         """
+        return self._settled(self._queue(job, call, then))
+
+    def _queue(self, job: str, call: Callable[[], Any], then: Callable[[Any], None]) -> _Write:
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
         self._changed.set()
-        return self._settled(write)
+        return write
 
-    async def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
+    def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
         """Record the progress of a job. New progress replaces earlier progress that has not been written yet.
 
         Args:
@@ -118,7 +121,7 @@ class PendingWrites:
                 del self._progress[job]
             then(result)
 
-        await self.put(job, record, recorded)
+        self._queue(job, record, recorded)
 
     async def _settled(self, write: _Write) -> None:
         if self._ledger.trouble is None:

@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -31,7 +31,7 @@ from reflogp.service.fetch import check_uri
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.fetching import Fetching
 from reflogp.service.helping import Helping
-from reflogp.service.ledger import Claim, DifferentContentError, Ledger, Submission
+from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState, Report
 from reflogp.service.pending_writes import PendingWrites
@@ -42,6 +42,7 @@ from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
+from reflogp.service.threads import Threads
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import ReferenceNotFoundError
@@ -66,6 +67,12 @@ MAX_REPORT_BYTES = 4 << 20
 #: Seconds between probes of a working ledger, between attempts to use a failing ledger, and between searches for jobs that are
 #: recorded as running although no worker is running them.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
+
+
+#: Number of dataset files that are hashed at the same time.
+_FILE_THREADS = 4
+#: A job whose store could not be reached is tried again after this many seconds.
+_STORE_PAUSE_SECONDS = 30.0
 
 
 #: (Function that writes to the ledger, callback that is called with the function's result).
@@ -126,10 +133,12 @@ class Precompute:
         self._metrics = metrics
         self._pending = PendingWrites(ledger)
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
+        self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._pool: Pool | None = None
         self._helping: Helping
         self._running: dict[int, _Running] = {}  # worker number -> the job it is running
         self._cancelled: set[str] = set()  # ids of running jobs that must stop because they were cancelled
+        self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._begins: set[asyncio.Task[None]] = set()
         self._wanted = asyncio.Event()
@@ -208,7 +217,7 @@ class Precompute:
             file, digest = received
             source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
         else:
-            source = await to_thread.run_sync(self._admit, request.dataset)
+            source = await self._files.run(self._admit, request.dataset)
         asked = {
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
@@ -216,12 +225,10 @@ class Precompute:
             "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
-            "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, request.reference),
+            "tokenizer": await self._files.run(self._registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
-        if await to_thread.run_sync(self._ledger.waiting) >= self._settings.max_waiting_jobs:
-            raise Problem(429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"})
         submission = Submission(
             identity=identity,
             content=content,
@@ -235,7 +242,11 @@ class Precompute:
             traceparent=traceparent(),
         )
         try:
-            job, new = await to_thread.run_sync(self._ledger.submit, submission)
+            job, new = await to_thread.run_sync(self._ledger.submit, submission, self._settings.max_waiting_jobs)
+        except QueueFullError:
+            raise Problem(
+                429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"}
+            ) from None
         except DifferentContentError as error:
             raise Problem(
                 409,
@@ -365,9 +376,9 @@ class Precompute:
                 self._count(running, progress)
                 job = running.claim.id
                 self._find_help(worker.number, running)
-                await self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
+                self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
             case "job" if running is not None and running.claim.id == message["job"]:
-                await self._release(worker.number, running, self._end_of(running, message))
+                self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """Handle the end of a worker's process: queue the worker's job again, or record that the job failed or was cancelled.
@@ -383,11 +394,11 @@ class Precompute:
             return
         job = running.claim.id
         if running.cancelled.is_set():
-            await self._release(worker.number, running, self._finish(job, "cancelled"))
+            self._release(worker.number, running, self._finish(job, "cancelled"))
             return
         note = f"the worker ended: {reason}"
         if not blame or self._closing:
-            await self._release(worker.number, running, self._give_back(job, note))
+            self._release(worker.number, running, self._give_back(job, note))
             return
         suspects, poison = running.claim.suspects, dict(running.claim.poison)
         known = set(suspects)
@@ -408,10 +419,10 @@ class Precompute:
                 self._notify(job)
 
         died = partial(self._ledger.died, job, suspects, poison, note, narrowed, _DEATHS)
-        await self._release(worker.number, running, (died, recorded))
+        self._release(worker.number, running, (died, recorded))
 
-    async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Remove a job from its worker and record the job's new state.
+    def _release(self, number: int, running: _Running, write: _Write) -> None:
+        """Remove a job from its worker and record the job's new state, without waiting for it.
 
         The write is queued before the job is removed from `_running`; otherwise, `_requeue_lost` might queue the job again.
         """
@@ -420,10 +431,17 @@ class Precompute:
         del self._running[number]
         self._helping.end(job, number)
         self._cancelled.discard(job)
-        try:
+
+        async def assign() -> None:
             await recorded
-        finally:
             self._assign()
+
+        self._in_background(assign())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._begins.add(task)
+        task.add_done_callback(self._begins.discard)
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
         """Return the ledger write for a message in which a worker reports that its job is done, has failed, or was stopped."""
@@ -436,6 +454,10 @@ class Precompute:
                 return self._finish(job, "failed", error=message["error"].replace(source.get("file", "\0"), source["name"]))
             case "stopped" if running.cancelled.is_set():
                 return self._finish(job, "cancelled")
+            case "stopped" if message["why"] == "store":
+                self._paused[job] = time.monotonic() + _STORE_PAUSE_SECONDS
+                asyncio.get_running_loop().call_later(_STORE_PAUSE_SECONDS, self._assign)
+                return self._give_back(job, f"the store cannot be reached: {shortened_without_secrets(message['error'])}")
             case _:
                 why = {
                     "interrupted": "a job with higher priority needed the worker",
@@ -530,7 +552,9 @@ class Precompute:
         for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
             if not worker.ready or worker.number in self._running:
                 continue
-            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
+            self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
+            but = self._pending.jobs | set(self._paused)
+            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, but)
             if claim is None:
                 return
             if not worker.ready:  # the worker's process has ended since the check
@@ -540,9 +564,7 @@ class Precompute:
             self._helping.dismiss(worker.number)
             running = self._running[worker.number] = _Running(claim)
             self._stop_if_cancelled()
-            begin = asyncio.create_task(self._begin(worker, running))
-            self._begins.add(begin)
-            begin.add_done_callback(self._begins.discard)
+            self._in_background(self._begin(worker, running))
             self._notify(claim.id)
         highest = await to_thread.run_sync(self._ledger.highest_queued_priority)
         busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.stop_reason]
@@ -570,7 +592,7 @@ class Precompute:
         try:
             entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
             if "path" in source:
-                root = await to_thread.run_sync(self._check_unchanged, source)
+                root = await self._files.run(self._check_unchanged, source)
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
@@ -584,7 +606,7 @@ class Precompute:
         if running.cancelled.is_set():
             write = self._finish(claim.id, "cancelled")
         if write is not None:
-            await self._release(worker.number, running, write)
+            self._release(worker.number, running, write)
             return
         settings = claim.settings
         order = JobOrder(

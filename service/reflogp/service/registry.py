@@ -5,15 +5,17 @@ This module does not load any models. The registry is safe to use from several t
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 import pyarrow as pa
 
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
+from reflogp.service.problems import Problem
 from reflogp.service.settings import ReferenceSettings, ServerSettings
+from reflogp.service.threads import Threads
 from reflogp.store import (
     DamagedStoreError,
     LogprobTable,
@@ -30,6 +32,10 @@ from reflogp.store.keys import KEY_TYPE
 from reflogp.store.storage import is_local, require_scheme
 
 _NO_KEYS = pa.array([], KEY_TYPE)
+#: Number of calls that may read the store at the same time, and how many seconds a request waits for one.
+_THREADS, _SECONDS = 16, 120.0
+#: How long a check of the store may take, and the pause before the next one, in seconds.
+_CHECK_SECONDS, _CHECK_PAUSE_SECONDS = 15.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,30 @@ class ReferenceRegistry:
         self._models = dict(settings.references)
         self._engines = {name: entry.engine for name, entry in settings.references.items()}
         self._tables: dict[str, LogprobTable] = {}
-        self._lock = Lock()
+        #: Threads for all calls that read the store.
+        self.threads = Threads("the store", _THREADS, _SECONDS)
+        #: Why the store could not be read when it was last checked, "" if it could, or None before the first check.
+        self.trouble: str | None = None
+
+    async def watch(self) -> None:
+        """Check every few seconds whether the store can be read, and record it in `trouble`. This coroutine never returns."""
+        threads = Threads("the store", 1, _CHECK_SECONDS)
+        while True:
+            try:
+                await threads.run(self._check)
+                self.trouble = ""
+            except Problem as problem:
+                self.trouble = problem.detail
+            except ReflogpError as error:
+                self.trouble = str(error)
+            await asyncio.sleep(_CHECK_PAUSE_SECONDS)
+
+    def _check(self) -> None:
+        try:
+            self.store.references()
+        except UsageError:
+            if self._is_something_else():
+                raise
 
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id.
@@ -153,17 +182,18 @@ class ReferenceRegistry:
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
-        with self._lock:
-            if key not in self._tables:
-                if named is None and not _is_id(key):
-                    raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
-                try:
-                    self._tables[key] = self.store[named] if named else self.store[key]
-                except UsageError as error:
-                    if self._is_something_else():
-                        raise
-                    raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
-            return self._tables[key]
+        table = self._tables.get(key)
+        if table is not None:
+            return table
+        if named is None and not _is_id(key):
+            raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
+        try:
+            opened = self.store[named] if named else self.store[key]
+        except UsageError as error:
+            if self._is_something_else():
+                raise
+            raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
+        return self._tables.setdefault(key, opened)  # another thread may have opened it meanwhile
 
     def _is_something_else(self) -> bool:
         """Return True if the store's URI is an existing local path that is not a store.
@@ -186,11 +216,9 @@ class ReferenceRegistry:
         In addition to the errors that `table` raises, raise SnapshotNotFoundError if the snapshot does not exist or can no
         longer be read, and StoreUnavailableError if the table cannot be read.
         """
-        table = self.table(name_or_id)
-        with self._lock:  # tables are not thread-safe, but snapshots with a loaded index are
-            snapshot = table.snapshot(number)
-            snapshot.stored_lengths(_NO_KEYS)
-            return snapshot
+        snapshot = self.table(name_or_id).snapshot(number)
+        snapshot.stored_lengths(_NO_KEYS)
+        return snapshot
 
 
 def _is_id(text: str) -> bool:

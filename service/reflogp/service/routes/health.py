@@ -15,7 +15,6 @@ from reflogp.service.context import Context
 from reflogp.service.errors import LedgerError
 from reflogp.service.pool import Pool, WorkerHandle, own_memory
 from reflogp.service.problems import Problem, documented
-from reflogp.store import ReflogpError
 
 
 class Health(BaseModel):
@@ -46,11 +45,10 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         Otherwise (for example, while the workers are starting), return 503 with an explanation. A service without reference
         models has no workers and needs none to be ready.
         """
-        try:
-            await to_thread.run_sync(context.registry.list)
-        except ReflogpError as error:
-            raise Problem(503, str(error), "ask an administrator to check the store") from error
-        await to_thread.run_sync(context.ledger.waiting)
+        if context.registry.trouble is None:
+            raise Problem(503, "the store has not been read yet", "try again in a few seconds", {"Retry-After": "5"})
+        if context.registry.trouble:
+            raise Problem(503, context.registry.trouble, "ask an administrator to check the store")
         if (trouble := context.ledger.trouble) is not None:
             raise trouble
         if pool.workers and not any(worker.answering for worker in pool.workers):

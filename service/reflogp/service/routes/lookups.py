@@ -30,6 +30,7 @@ from reflogp.service.bodies import (
 from reflogp.service.context import Context
 from reflogp.service.large_requests import LargeRequests
 from reflogp.service.problems import Problem, documented
+from reflogp.service.threads import Threads
 from reflogp.store import Snapshot
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import ARROW_STREAM
@@ -119,7 +120,7 @@ def lookups_router(context: Context) -> APIRouter:
                 for entry in registry.list()
             ]
 
-        return References(store=hide_secrets(registry.store.uri), references=await to_thread.run_sync(described))
+        return References(store=hide_secrets(registry.store.uri), references=await registry.threads.run(described))
 
     def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
         """Look keys up. Raise Problem 413 if `values` is set and the keys' token values take more than `most` bytes."""
@@ -164,18 +165,19 @@ def lookups_router(context: Context) -> APIRouter:
             longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
             async with context.large.turn_of(request):
                 body = await read_body(request, longest)
-                found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
+                found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
                 keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-                found = await to_thread.run_sync(find, found_in, keys, values, settings.max_answer_bytes)
+                found = await registry.threads.run(find, found_in, keys, values, settings.max_answer_bytes)
             parts = answer_parts(found, values, _BATCH_BYTES)
-            return await _streamed(answer_messages(found_in, found, values, parts), context.large if values else None)
+            messages = answer_messages(found_in, found, values, parts)
+            return await _streamed(messages, registry.threads, context.large if values else None)
         async with context.large.turn_of(request):
             asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
-        found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
+        found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
         most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
-        found = await to_thread.run_sync(find, found_in, keys, asked.values, most)
-        return await to_thread.run_sync(_json, found_in, found, asked.values)
+        found = await registry.threads.run(find, found_in, keys, asked.values, most)
+        return await registry.threads.run(_json, found_in, found, asked.values)
 
     return router
 
@@ -185,7 +187,7 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
-async def _streamed(messages: Iterator[pa.Buffer], large: LargeRequests | None) -> Response:
+async def _streamed(messages: Iterator[pa.Buffer], threads: Threads, large: LargeRequests | None) -> Response:
     """Return a response that streams Arrow batches.
 
     The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
@@ -195,7 +197,7 @@ async def _streamed(messages: Iterator[pa.Buffer], large: LargeRequests | None) 
 
     async def after(count: int) -> list[pa.Buffer]:
         async with large.turn() if large is not None else nullcontext():
-            return await to_thread.run_sync(lambda: list(islice(messages, count)))
+            return await threads.run(lambda: list(islice(messages, count)))
 
     first = await after(2)
 

@@ -142,12 +142,12 @@ class _Pages:
         return RedirectResponse(f"/jobs/{job.id}", HTTPStatus.SEE_OTHER)
 
     async def references(self, request: Request, who: str) -> Response:
-        return self._page("references.html", who, entries=await to_thread.run_sync(self._context.registry.list))
+        return self._page("references.html", who, entries=await self._context.registry.threads.run(self._context.registry.list))
 
     async def store(self, request: Request, who: str) -> Response:
         entries = [
             entry
-            for entry in await to_thread.run_sync(self._context.registry.list)
+            for entry in await self._context.registry.threads.run(self._context.registry.list)
             if entry.snapshot is not None or entry.problem
         ]
         return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.registry.store.uri))

@@ -53,7 +53,15 @@ from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobSt
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
 from reflogp.service.worker.reader import default_memory
 from reflogp.service.worker.write_back import WriteBack
-from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
+from reflogp.store import (
+    ContentMismatchError,
+    Reference,
+    ReflogpError,
+    Store,
+    StoreUnavailableError,
+    describe_reference,
+    resolve_model,
+)
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import counted, shortened_without_secrets
 
@@ -248,6 +256,7 @@ class Worker:
             "op": "scored",
             "id": request.id,
             "error": answer.error,
+            "is_permanent": answer.is_permanent,
             "engine_seconds": answer.engine_seconds,
             "queue_seconds": answer.queue_seconds,
         }
@@ -283,6 +292,8 @@ class Worker:
             return message | {"end": "stopped", "why": str(stopped)}
         except ModelUnloadedError:
             return message | {"end": "stopped", "why": "displaced"}
+        except StoreUnavailableError as error:
+            return message | {"end": "stopped", "why": "store", "error": str(error)}
         except (ReflogpError, OSError) as error:
             return message | {"end": "failed", "error": shortened_without_secrets(str(error))}
         except DeviceLostError:

@@ -24,7 +24,7 @@ from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.errors import OutOfMemoryError
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
-from reflogp.store import ReflogpError
+from reflogp.store import ReflogpError, StoreUnavailableError
 
 #: Maximum number of computed passes whose results the job has not read yet.
 _AHEAD = 64
@@ -88,13 +88,18 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request."""
+    """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request.
+
+    Attributes:
+        is_permanent: True if sending the request again leads to the same error.
+    """
 
     request: OnlineRequest
     engine: PassEngine | None
     engine_seconds: float = 0.0
     queue_seconds: float = 0.0
     error: str | None = None
+    is_permanent: bool = False
 
 
 @dataclass
@@ -477,10 +482,13 @@ class EngineLoop:
         pause = first.arrived + self._window - now
         if pause > 0 and not first.alone and now - self._overlapped < _OVERLAP_SECONDS:
             time.sleep(pause)
+        if self._engines.peek(first.reference_id) is None:
+            self._on_round([first.id])  # if loading the model ends this process, this request is to blame
         try:
             budget = self._engine(first.reference_id).token_budget
         except ReflogpError as error:
-            self._on_answer(Answer(first, None, error=str(error)))
+            is_permanent = not isinstance(error, StoreUnavailableError)
+            self._on_answer(Answer(first, None, error=str(error), is_permanent=is_permanent))
             return []
         batch, tokens = [first], first.tokens()
         with self._changed:

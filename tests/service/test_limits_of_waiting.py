@@ -1,0 +1,129 @@
+"""What one part waits for holds up no other: calls that hang, queues that are full, devices that are busy."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from reflogp.service import registry
+from reflogp.service.ledger import Ledger, QueueFullError
+from reflogp.service.metrics import Metrics
+from reflogp.service.online import OnlineScoring
+from reflogp.service.problems import Problem
+from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.settings import ServerSettings
+from reflogp.service.threads import Threads
+from tests.service.test_ledger import put
+
+
+def test_a_call_that_hangs_ends_for_its_caller_and_takes_no_thread_of_others():
+    gate = threading.Event()
+
+    async def calls():
+        slow, other = Threads("the store", 2, 0.1), Threads("the ledger", 1)
+        hanging = [slow.run(gate.wait) for _ in range(5)]
+        outcomes = await asyncio.gather(*hanging, return_exceptions=True)
+        assert [outcome.status for outcome in outcomes] == [503] * 5
+        assert "the store has not answered within 0.1 seconds" in outcomes[0].detail
+        assert await other.run(int, "7") == 7
+
+    asyncio.run(calls())
+    gate.set()
+
+
+def test_lookups_of_different_references_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    found = ReferenceRegistry(ServerSettings(store=str(tmp_path / "store")))
+    meeting = threading.Barrier(2, timeout=10)  # both are in the store at the same time, or nobody gets on
+
+    class Table:
+        def snapshot(self, number):
+            meeting.wait()
+            return SimpleNamespace(stored_lengths=lambda keys: None)
+
+    class Meeting:
+        def __getitem__(self, key):
+            meeting.wait()
+            return Table()
+
+    monkeypatch.setattr(registry, "_is_id", lambda key: True)
+    found.store = Meeting()
+    threads = [threading.Thread(target=found.snapshot, args=(name, None)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not meeting.broken and not any(thread.is_alive() for thread in threads)
+
+
+# The queue
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    found = Ledger(tmp_path / "jobs.sqlite")
+    yield found
+    found.close()
+
+
+def test_a_full_queue_refuses_new_jobs_and_finds_known_ones(ledger):
+    first, _ = put(ledger, "one", most_queued=1)
+    with pytest.raises(QueueFullError):
+        put(ledger, "two", most_queued=1)
+    assert put(ledger, "one", most_queued=1) == (first, False)
+
+
+def test_a_job_that_is_submitted_after_its_cancellation_runs(ledger):
+    """While the worker still stops the first one."""
+    first, _ = put(ledger, "one")
+    ledger.claim([], 0)
+    assert ledger.cancel(first.id) == "running"
+    second, new = put(ledger, "one")
+    assert new and second.id != first.id
+    assert put(ledger, "one") == (second, False)
+    ledger.finish(first.id, "cancelled")
+    assert ledger.claim([], 0).id == second.id
+    assert ledger.retry(first.id)
+
+
+# Devices
+
+
+def workers(*loaded: list[str], capacity: int = 1) -> list:
+    configuration = SimpleNamespace(capacity=capacity, pinned=None)
+    return [
+        SimpleNamespace(number=at, loaded=models, broken=False, late=False, outgoing_bytes=0, configuration=configuration)
+        for at, models in enumerate(loaded)
+    ]
+
+
+@pytest.fixture
+def online(tmp_path):
+    settings = ServerSettings(store=str(tmp_path / "store"), max_queued_tokens=10_000)
+    found = OnlineScoring(settings, ReferenceRegistry(settings), Metrics())
+
+    def choose(pool, count, tokens=1_000):
+        found.start(SimpleNamespace(workers=pool))
+        for number in range(count):
+            worker = found._worker_for("a", tokens)
+            found._pending[str(number)] = SimpleNamespace(worker=worker, tokens=tokens)
+        return [found.queued_tokens(worker) // tokens for worker in pool]
+
+    return choose
+
+
+def test_online_requests_spread_over_devices_of_which_one_has_the_model(online):
+    counts = online(workers(["a"], *([[]] * 7)), 50)
+    assert sum(counts) == 50 and min(counts) > 0 and counts[0] == max(counts)
+
+
+def test_a_few_online_requests_stay_where_the_model_is(online):
+    assert online(workers(["a"], [], ["b"]), 2) == [2, 0, 0]
+
+
+def test_a_device_is_refused_only_if_all_are_full(online):
+    pool = workers(["a"], ["b"])
+    assert sum(online(pool, 20)) == 20
+    with pytest.raises(Problem) as refused:
+        online(pool, 21)
+    assert refused.value.status == 429
