@@ -19,13 +19,11 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource, table_of_rows
-from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
-from reflogp.store.images import IMAGE_COLUMNS
 from reflogp.store.joins import ROW_COLUMN, UNUSABLE, tokens_column
 from reflogp.store.texts import counted, short_repr, shortened
 from reflogp.store.windows import TrainerSettings
@@ -123,11 +121,9 @@ def join_dataset(
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     writer: pq.ParquetWriter | None = None
     try:
-        row_schema = source.schema(is_usable)
+        row_schema = source.schema()
         for window in joined_windows(dataset, snapshot, summary, settings, watcher):
-            table = table_of_rows(window.rows, row_schema)
-            for name in window.columns.column_names:
-                table = with_column(table, name, window.columns[name])
+            table = _side_by_side(table_of_rows(window.rows, row_schema), window.columns)
             if writer is None:
                 note = {"store": store, **join_note(snapshot, settings)}
                 schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
@@ -223,26 +219,6 @@ def joined_windows(
     summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
 
 
-def is_usable(columns: dict[str, Any]) -> bool:
-    """Return True if a row's columns match a format and have the types that tokenization needs."""
-    try:
-        form = detect_format(columns)
-        if form == "tokens":
-            token_row(columns, output_columns(form, columns))
-        else:
-            examples_of(columns, form, images=any(name in columns for name in IMAGE_COLUMNS))
-    except (DatasetError, RowError, RecursionError):
-        return False
-    return True
-
-
-def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Return the table with a column appended. An existing column with this name is dropped."""
-    if name in table.column_names:
-        table = table.drop_columns([name])
-    return table.append_column(name, values)
-
-
 def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, problem: str) -> None:
     summary.bad_rows += 1
     if len(summary.bad_row_numbers) < NAMED_ROWS:
@@ -308,7 +284,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
     """Return the joined rows of a file, folder or hub dataset as a Dataset whose columns keep their types."""
     import datasets
 
-    schema = source.schema(is_usable)
+    schema = source.schema()
     tables = [_side_by_side(table_of_rows(window.rows, schema), window.columns) for window in _some(windows(source, False))]
     return datasets.Dataset(pa.concat_tables(tables))
 
@@ -335,8 +311,10 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
 
 
 def _side_by_side(table: pa.Table, columns: pa.Table) -> pa.Table:
+    """Return a table with columns added. Existing columns with their names are dropped."""
+    table = table.drop_columns([name for name in columns.column_names if name in table.column_names])
     for name in columns.column_names:
-        table = with_column(table, name, columns[name])
+        table = table.append_column(name, columns[name])
     return table
 
 

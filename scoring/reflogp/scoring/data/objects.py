@@ -15,6 +15,7 @@ from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, rows_of_table, without_decoding
 from reflogp.scoring.data.shape import TEXT_COLUMNS
 from reflogp.store import UsageError
+from reflogp.store.images import IMAGE_COLUMNS
 
 #: Name that messages use for a dataset that was passed as a Python object.
 _NAME = "the dataset"
@@ -48,7 +49,7 @@ def open_dataset(dataset: Any) -> RowSource:
             )
         return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
-        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
+        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
             raise UsageError(f"the data frame's column names are not unique: {', '.join(map(str, dataset.columns))}")
@@ -56,7 +57,9 @@ def open_dataset(dataset: Any) -> RowSource:
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        return _ObjectRows(lambda: _with_types(iter(dataset), _text_of_list, dataset), len(dataset))
+        # a pair without an image is tokenized in another way than a row of a text-only dataset, so rows are told apart
+        images = {name: None for name in IMAGE_COLUMNS if any(name in row for row in dataset)}
+        return _ObjectRows(lambda: _with_types(({**images, **row} for row in dataset), _text_of_list, dataset), len(dataset))
     raise UsageError(
         f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a dataset's name "
         "on the Hugging Face Hub, a datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a "
@@ -145,30 +148,17 @@ class _ObjectRows(RowSource):
     Args:
         rows: function that returns an iterator over all rows.
         count: number of rows, or 0 if the number is unknown.
-        stream: True for a stream, which may be endless. `has_column` then returns None without reading any rows.
     """
 
-    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:
+    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int) -> None:
         self.name = _NAME
-        self.split = "train"
-        self.format = "json"
-        self.files = ()
-        self._check = None
-        self._dataset = None
-        self._numbers = None
-        self._identities = {}
         self.open_image = below(None)
+        self._identities = {}
         self._make = rows
         self._count = count
-        self._stream = stream
 
     def count(self) -> int:
-        """Return the number of rows, or 0 if the number is unknown."""
         return self._count
-
-    def has_column(self, *names: str) -> bool | None:
-        """See RowSource.has_column."""
-        return None if self._stream else super().has_column(*names)
 
     def _read(self) -> Iterator[tuple[dict[str, Any] | None, str | None, int]]:
         for row in self._make():

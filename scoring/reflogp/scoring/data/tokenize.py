@@ -121,9 +121,8 @@ def tokenize_dataset(
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
                     notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
-                    vision = None
-                    if form == "preference" and load_vision is not None:
-                        vision, may_come = _vision(source, rows, load_vision)
+                    may_come = form == "preference" and not _have_images(rows)
+                    vision = load_vision() if form == "preference" and load_vision and not may_come else None
                     if vision is not None:
                         images = _Images(vision, ImageReader(source.open_image, stack.enter_context(PixelCache())))
                     if tokenizer is None and images is None:
@@ -137,7 +136,7 @@ def tokenize_dataset(
                 problems = {row.number: shortened(row.problem or "") for row in rows}
                 yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
                 continue
-            if may_come and _have_images(rows):
+            if may_come and _have_images(rows) and load_vision and load_vision():
                 first = next(row.number for row in rows if _have_images([row]))
                 raise DatasetError(
                     f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
@@ -176,33 +175,6 @@ class _Images:
 
     vision: VisionProcessor
     reader: ImageReader
-
-
-def _vision(
-    source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
-) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor, and whether later rows of a stream may have images.
-
-    The processor is None if no column of images is found, or if the model accepts only text.
-
-    Args:
-        source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for such a column,
-            unless the dataset is a stream or the model accepts only text.
-        rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if no column of images is found.
-    """
-    if _have_images(rows):
-        return load_vision(), False
-    found: bool | None = False
-    try:
-        vision = load_vision()
-        if vision is not None:
-            found = source.has_column(*IMAGE_COLUMNS)
-    except TokenizerError:
-        vision, found = None, source.has_column(*IMAGE_COLUMNS)
-        if found:
-            raise
-    return vision if found else None, found is None
 
 
 def _have_images(rows: list[Row]) -> bool:
