@@ -7,7 +7,6 @@ import trl.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.encode import tokenize_rows
-from reflogp.scoring.data.images import ImageReader, RowImage
+from reflogp.scoring.data.images import OpenFile, RowImage, read_images
 from reflogp.scoring.data.notes import dataset_notes
-from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, Tokens, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
@@ -112,38 +110,36 @@ def tokenize_dataset(
     """
     outputs: tuple[str, ...] | None = None
     why = "the dataset is empty"
-    images: _Images | None = None
+    vision: VisionProcessor | None = None
     may_come = False
     notes: tuple[str, ...] = ()
-    with ExitStack() as stack:
-        for rows in batched(source, window):
-            if outputs is None and any(row.columns is not None for row in rows):
-                form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
-                if form != "tokens":
-                    notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
-                    may_come = form == "preference" and not _have_images(rows)
-                    vision = load_vision() if form == "preference" and load_vision and not may_come else None
-                    if vision is not None:
-                        images = _Images(vision, ImageReader(source.open_image, stack.enter_context(PixelCache())))
-                    if tokenizer is None and images is None:
-                        raise TokenizerError("text rows need a tokenizer")
-            if outputs is None and rows[0].number == 0:
-                why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
-            if rows[-1].number <= after:
-                notes = ()
-                continue
-            if form is None or outputs is None:
-                problems = {row.number: shortened(row.problem or "") for row in rows}
-                yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
-                continue
-            if may_come and _have_images(rows) and load_vision and load_vision():
-                first = next(row.number for row in rows if _have_images([row]))
-                raise DatasetError(
-                    f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
-                    "text; add a column named images, with an empty list, to the stream's first row"
-                )
-            yield replace(_tokenize_window(rows, form, outputs, tokenizer, images, begin, alone), notes=notes)
+    for rows in batched(source, window):
+        if outputs is None and any(row.columns is not None for row in rows):
+            form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
+            if form != "tokens":
+                notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
+                may_come = form == "preference" and not _have_images(rows)
+                vision = load_vision() if form == "preference" and load_vision and not may_come else None
+                if tokenizer is None and vision is None:
+                    raise TokenizerError("text rows need a tokenizer")
+        if outputs is None and rows[0].number == 0:
+            why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
+        if rows[-1].number <= after:
             notes = ()
+            continue
+        if form is None or outputs is None:
+            problems = {row.number: shortened(row.problem or "") for row in rows}
+            yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
+            continue
+        if may_come and _have_images(rows) and load_vision and load_vision():
+            first = next(row.number for row in rows if _have_images([row]))
+            raise DatasetError(
+                f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
+                "text; add a column named images, with an empty list, to the stream's first row"
+            )
+        done = _tokenize_window(rows, form, outputs, tokenizer, vision, source.open_image, begin, alone)
+        yield replace(done, notes=notes)
+        notes = ()
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
 
@@ -169,14 +165,6 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
     raise error
 
 
-@dataclass(frozen=True)
-class _Images:
-    """The image processor and the image reader for a dataset with images."""
-
-    vision: VisionProcessor
-    reader: ImageReader
-
-
 def _have_images(rows: list[Row]) -> bool:
     return any(name in (row.columns or {}) for row in rows for name in IMAGE_COLUMNS)
 
@@ -186,7 +174,8 @@ def _tokenize_window(
     form: Format,
     outputs: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase | None,
-    images: _Images | None,
+    vision: VisionProcessor | None,
+    open_image: OpenFile,
     begin: Callable[[int | None], None],
     alone: bool,
 ) -> TokenizedRows:
@@ -202,11 +191,11 @@ def _tokenize_window(
     def begin_at(at: int | None) -> None:
         begin(None if at is None else readable[at].number)
 
-    opened = None if images is None else images.reader.read(columns, begin_at, alone)
+    opened = None if vision is None else read_images(columns, open_image, begin_at, alone)
     if form == "tokens":
         found = _token_rows(columns, outputs, begin_at)
     else:
-        made_by: Any = tokenizer if images is None else images.vision.tokens
+        made_by: Any = tokenizer if vision is None else vision.tokens
         found = tokenize_rows(columns, form, made_by, opened, begin_at, alone)
     kept_images: list[tuple[RowImage, ...]] = []
     numbers: list[int] = []
@@ -226,7 +215,6 @@ def _tokenize_window(
                 of_row = opened[at]
                 assert not isinstance(of_row, RowError)
                 kept_images.append(of_row)
-    vision = None if images is None else images.vision
     table, sorted_problems = _table(numbers, ids, outputs), dict(sorted(problems.items()))
     return TokenizedRows(table, kept, sorted_problems, rows[-1].number, limited, kept_images, vision)
 
