@@ -70,7 +70,7 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTok
 
     Raises TokenizerError if no tokenizer can be loaded, and FileChangedError if the tokenizer's files change during loading.
     """
-    return read_tokenizer_files(model).load(trust_remote_code)
+    return read_tokenizer_files(model, trust_remote_code).load()
 
 
 def tokenize_dataset(
