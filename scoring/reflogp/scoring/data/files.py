@@ -43,7 +43,6 @@ _CHUNK = 1 << 20
 
 
 def open_builder(path: Path, form: str) -> Any:
-    """Return the `datasets` builder that `load_dataset` uses for a folder (format "folder") or for one file."""
     import datasets
 
     # `datasets` logs the errors that it raises.
@@ -57,14 +56,8 @@ def open_builder(path: Path, form: str) -> Any:
 
 
 class LocalFiles:
-    """One pass over the files of a split.
-
-    Args:
-        path: a file, or a folder of which `datasets` decides which files belong to a split.
-        form: format of the file, or "folder".
-        split: the split of a folder.
-        files: the files of this split that are read.
-    """
+    """One pass over the files of a split. If `form` is "folder", `path` is the folder of which `datasets` decides which files
+    belong to a split."""
 
     def __init__(self, path: Path, form: str, split: str, files: tuple[Path, ...]) -> None:
         self._builder, self._is_folder = open_builder(path, form), form == "folder"
@@ -75,10 +68,7 @@ class LocalFiles:
         self._rows = 0
 
     def __iter__(self) -> Iterator[pa.Table | str]:
-        """Yield the rows in order, as tables with equal schemas. For a row that cannot be read, yield the reason.
-
-        Raises DatasetError if the rest of a file cannot be read.
-        """
+        """Yield the rows in order, as tables with equal schemas; for a row that cannot be read, the reason."""
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             copy = Path(folder) / "copy"
             first = next(iter(self._splits))
@@ -190,7 +180,6 @@ def contains_array(file: Path) -> bool:
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a text file that are not empty."""
     with _opened(file) as reader:
         yield from (line for line in reader if line.strip())
 
@@ -214,8 +203,7 @@ def _values(file: Path) -> Iterator[Any]:
 
 
 def _write_good_rows(file: Path, copy: Path) -> tuple[dict[int, str], int]:
-    """Write the rows of a JSON file that can be read to a file of JSON Lines. Return (dict from bad rows' numbers to reasons,
-    number of rows written)."""
+    """Write the rows that can be read as JSON Lines. Return (dict from bad rows' numbers to reasons, number of good rows)."""
     from datasets.utils.json import ujson_loads
 
     problems: dict[int, str] = {}
@@ -240,7 +228,6 @@ def _write_good_rows(file: Path, copy: Path) -> tuple[dict[int, str], int]:
 
 
 def _with_problems(tables: Iterable[pa.Table], problems: dict[int, str]) -> Iterator[pa.Table | str]:
-    """Yield the tables of the good rows and, where a bad row was, the reason."""
     at, bad = 0, deque(sorted(problems))
     for table in tables:
         while len(table):

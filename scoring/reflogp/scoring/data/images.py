@@ -46,9 +46,7 @@ class RowImage:
     Decoded pixels are kept in memory only if the dataset contains the image in decoded form.
 
     Attributes:
-        digest: digest of the pixels; see `pixel_digest`.
-        kind: size and mode of the image.
-        source: the encoded bytes, the image's file, or the decoded image from the dataset.
+        digest: `pixel_digest` of the image.
     """
 
     digest: bytes
@@ -57,19 +55,17 @@ class RowImage:
 
     @property
     def size(self) -> int:
-        """Number of bytes that `encoded` returns. For a decoded image from the dataset, this is instead the approximate size of
-        the pixels in bytes, which is usually larger."""
+        """Number of bytes that `encoded` returns; for a decoded image, the approximate size of its pixels, usually larger."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
 
     @property
     def held(self) -> int:
-        """Approximate number of bytes of memory that the image occupies."""
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Return the decoded image. Raises RowError if the image's file has changed or cannot be read."""
+        """Raises RowError if the image's file has changed or cannot be read."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
@@ -94,14 +90,7 @@ class RowImage:
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """An image file whose pixel digest is known.
-
-    Attributes:
-        path: the file's path, as given in the row.
-        key: digest of the file's content (see `content_digest`).
-        size: the file's size in bytes.
-        open_file: function that opens the file at `path` (see `OpenFile`).
-    """
+    """A row's image file, with its size in bytes and the `content_digest` (key) that it had when it was read."""
 
     path: str
     key: bytes
@@ -109,7 +98,7 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Return the file's content. Raises RowError if the content has changed or cannot be read."""
+        """Raises RowError if the content has changed or cannot be read."""
         data = _read("an image", self.path, self.open_file)
         if content_digest(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
@@ -117,10 +106,7 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens a file by its path.
-
-    Relative paths are resolved against `folder`, or against the current folder if `folder` is None.
-    """
+    """Return a function that resolves relative paths against `folder`, or against the current folder."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -138,8 +124,6 @@ def read_images(
     """Return the images of each row, or an error for a row whose images cannot be used. Images are decoded in several threads.
 
     Args:
-        rows: the columns of each row.
-        open_file: function that opens the file at a path from a row.
         begin: function that is called for each row, with the row's index if `alone`, otherwise with None. It can stop the
             work by raising an error.
         alone: read the images of one row at a time.
@@ -228,7 +212,6 @@ def decoded(data: bytes) -> Image:
 
 
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
-    """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read."""
     try:
         descriptor = open_file(path)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -244,10 +227,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
-    """Return the approximate number of bytes of memory that a row's images occupy.
-
-    For an image that is given as a path, the file's content is not counted.
-    """
+    """Return the approximate number of bytes of memory that a row's images occupy, without the content of files."""
     size = 0
     for name in IMAGE_COLUMNS:
         value = columns.get(name)

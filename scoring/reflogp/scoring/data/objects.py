@@ -22,13 +22,8 @@ _NAME = "the dataset"
 
 
 def open_dataset(dataset: Any) -> RowSource:
-    """Open a dataset of any supported type, and return a source of its rows.
-
-    Args:
-        dataset: a path, a dataset's name on the Hugging Face Hub, a `datasets.Dataset` or `IterableDataset`, a pandas or Polars
-            data frame, a `pyarrow.Table`, or a list of dicts. For a path or a name, the train split is read. An output format
-            that was set with `set_format` or `with_format` is ignored. This function does not check which columns the dataset
-            has.
+    """Open a dataset of any supported type. Of a path or a name, the train split is read. An output format that was set with
+    `set_format` or `with_format` is ignored.
 
     Raises:
         DatasetError: the path or the dataset on the Hub cannot be opened.
@@ -94,9 +89,7 @@ def _with_types(rows: Iterator[dict[str, Any]], text_of: Callable[[Any], Any], d
     """Yield rows whose columns of text have the types that `datasets` gives them, such as nulls for missing keys.
 
     If the columns do not fit the types of `datasets`, so that no trainer can read them, the rows are yielded unchanged.
-
-    Args:
-        text_of: function that returns the columns of text of `dataset` as a `datasets.Dataset`.
+    `text_of` returns the columns of text of `dataset` as a `datasets.Dataset`.
     """
     try:
         text = text_of(dataset)
@@ -143,19 +136,12 @@ def _plain(value: Any) -> Any:
 
 
 class _ObjectRows(RowSource):
-    """The rows of a dataset that was passed as a Python object.
-
-    Args:
-        rows: function that returns an iterator over all rows.
-        count: number of rows, or 0 if the number is unknown.
-    """
-
     def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int) -> None:
         self.name = _NAME
         self.open_image = below(None)
         self._identities = {}
         self._make = rows
-        self._count = count
+        self._count = count  # 0 if it is unknown
 
     def count(self) -> int:
         return self._count

@@ -49,14 +49,10 @@ _Read = tuple[dict[str, Any] | None, str | None, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset.
+    """A row with its number in the dataset, from 0: its columns, or the problem that makes it unreadable.
 
     Attributes:
-        number: row number in the dataset, starting at 0.
-        columns: columns of the row; None for an unreadable row.
-        problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes. Only the images are counted for saved datasets, hub datasets and Python
-            objects.
+        size: approximate size in bytes. Only the images are counted for saved datasets, hub datasets and Python objects.
     """
 
     number: int
@@ -84,17 +80,15 @@ class RowSource:
         is_fetched: whether the files of a folder are those of the split alone, under names that do not say so.
 
     Attributes:
-        name: the argument `data`, which is shown in messages.
-        split: the argument `split`.
-        format: format of the files. It is "folder" for a saved dataset, "arrow" for one that is `confined`, and "hub" for a hub
-            dataset.
-        files: the files that are read; empty if `format` is "folder" or "hub".
-        open_image: the argument `open_image`, or the function that is used if the argument is None.
+        name: the argument `data`, for messages.
+        format: format of the files; "folder" for a saved dataset, but "arrow" for one that is `confined`.
+        files: the files that are read; empty for the formats "folder" and "hub".
 
     Raises:
         DatasetError: the dataset cannot be opened.
     """
 
+    name: str
     split = "train"
     format: FileFormat = "json"
     files: tuple[Path, ...] = ()
@@ -146,19 +140,14 @@ class RowSource:
                 yield Row(number, columns, problem, size)
 
     def only(self, numbers: Iterable[int]) -> RowSource:
-        """Return a copy of this source that yields only the rows with these numbers.
-
-        The rows keep their numbers. `count` and `schema` still cover all rows of the dataset.
-        """
+        """Return a copy of this source that yields only the rows with these numbers. `count` still covers all rows."""
         some = copy(self)
         some._numbers = frozenset(numbers)
         return some
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError if a local file was written to, replaced or deleted after the dataset was opened.
-
-        If you read the dataset more than once, call this method before you publish a result.
-        """
+        """Raise FileChangedError if a local file was written to, replaced or deleted after the dataset was opened. If you read
+        the dataset more than once, call this method before you publish a result."""
         require_unchanged(self._identities)
 
     def count(self) -> int:
@@ -180,7 +169,6 @@ class RowSource:
         return None if self.is_json_array() else self.count()
 
     def is_json_array(self) -> bool:
-        """Return True if a file contains a JSON array, which is read into memory as a whole."""
         return self.format in ("json", "jsonl") and any(map(contains_array, self.files))
 
     def _local_files(self) -> LocalFiles:
@@ -227,7 +215,7 @@ def table_of_rows(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset` in the dataset's output format. Rows are read in batches.
+    """Yield the rows of a `datasets.Dataset` in the dataset's output format.
 
     Images are yielded as {"bytes": …, "path": …}, without being decoded. The exception is a column with a fixed mode, such as
     RGB: its images are decoded, because `datasets` converts them to that mode.
@@ -248,10 +236,6 @@ def without_decoding(dataset: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a `datasets` feature with image decoding turned off, except for images with a fixed mode.
-
-    Return `feature` itself if nothing has to be changed.
-    """
     import datasets
 
     if isinstance(feature, datasets.Image):
@@ -301,9 +285,6 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
     """Return the format and the files of a split of a folder.
 
     `datasets` decides which files belong to a split: by metadata in a README.md, or by names such as train-00000.parquet.
-
-    Args:
-        is_fetched: see RowSource.
     """
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()
@@ -325,10 +306,6 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
 
 
 def _downloaded(uri: str) -> Path:
-    """Download a file from the Hub, unless it is in the Hub's cache, and return its local path.
-
-    Raises DatasetError if the URI is invalid, the file's suffix is unsupported, or the download fails.
-    """
     try:
         file = HubFile.parse(uri)
         if dataset_suffix(file.path) is None:
@@ -358,11 +335,8 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
 
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files that a saved dataset's state.json lists.
-
-    Raises DatasetError if the dataset lacks the split, if its metadata cannot be read, or if the name of a file or of the split
-    could refer to a path outside the folder.
-    """
+    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError if the name of a file or of the split
+    could refer to a path outside the folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
@@ -374,11 +348,6 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a metadata file of a saved dataset.
-
-    Raises DatasetError if the file cannot be read or does not contain a JSON object, or if the object's field `splits` or
-    `_data_files` is not a list.
-    """
     try:
         with file.open("rb") as raw:
             state = json.load(raw)

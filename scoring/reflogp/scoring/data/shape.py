@@ -41,11 +41,9 @@ class RowLimitError(RowError):
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its completions, as text or as messages.
+    """A prompt and its completions, as text or as messages: (chosen, rejected) of a pair, or (completion,) of a KTO example.
 
     Attributes:
-        prompt: text, or a list of messages.
-        completions: (chosen, rejected) for a pair, or (completion,) for a KTO example.
         template_kwargs: variables for the chat template in addition to the messages: `tools` and the row's
             chat_template_kwargs. Parameters of apply_chat_template that change the template, the encoding or the rendered
             messages are never included.
@@ -61,10 +59,6 @@ class Example:
 
 
 def detect_format(columns: dict[str, Any]) -> Format:
-    """Return the format of a row with these columns.
-
-    Raises DatasetError if the columns match no format. The message lists the columns.
-    """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
         return "tokens"
@@ -83,12 +77,8 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the columns that contain the completions' token ids once a dataset of this format is tokenized.
-
-    Args:
-        form: the dataset's format.
-        first: columns of the dataset's first row that matches this format.
-    """
+    """Return the names of the columns that contain the completions' token ids once a dataset of this format is tokenized, given
+    the columns of its first row that matches this format."""
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
     if form == "tokens" and first.get("KL_completion_ids") is not None:
@@ -100,8 +90,6 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     """Return a row's examples. A row is one example, but a pair that is read as KTO data becomes two examples, as in TRL.
 
     Args:
-        columns: the row's columns.
-        form: the dataset's format.
         images: True if the caller processes the row's images and checks the content parts of messages itself. If False,
             RowError is raised for a row with images, video or audio.
 
@@ -139,9 +127,7 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Remove the common prefix of chosen and rejected, and use it as the prompt. Return (prompt, chosen, rejected).
-
-    `chosen` and `rejected` are texts or lists of messages.
+    """Return (prompt, chosen, rejected), given two texts or lists of messages: the prompt is their common prefix.
 
     The prompt ends where TRL's extract_prompt ends it, including in edge cases. If it ended elsewhere, the row's keys would
     differ from the keys that a TRL trainer computes. A space before the first difference belongs to the completions. If

@@ -35,16 +35,15 @@ class TokenizedRows:
 
     Attributes:
         table: table with the columns `row` (row number in the dataset, int64) and `prompt_ids`, and one column for each
-            completion. Pairs that are not read as KTO data have `chosen_ids` and `rejected_ids`. All other rows have
-            `completion_ids` and, in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
-        rows: original columns of each row of the table, as read from the dataset, in the table's order; empty in a service's
-            jobs.
+            completion: `chosen_ids` and `rejected_ids` for pairs that are not read as KTO data, otherwise `completion_ids` and,
+            in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
+        rows: original columns of each row of the table; empty in a service's jobs.
         problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
-        images: the images of each row of the table, in the table's order; empty for a text-only dataset.
-        vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
-        notes: sentences about the dataset that a user should read; in the first window with a readable row (see notes.py).
+        images: the images of each row of the table; empty for a text-only dataset.
+        vision: converts the images' pixels into the model's inputs; None for a text-only dataset.
+        notes: sentences about the dataset that a user should read; in the first window with a readable row.
     """
 
     table: pa.Table
@@ -61,7 +60,6 @@ class TokenizedRows:
         return len({*self.table["row"].to_pylist(), *self.problems})
 
     def tokens(self) -> int:
-        """Return the total number of tokens in all prompts and completions."""
         return sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in self.table.columns[1:])
 
 
@@ -87,7 +85,6 @@ def tokenize_dataset(
     """Tokenize a dataset, `window` rows at a time, in bounded memory.
 
     Args:
-        source: the dataset.
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
@@ -95,12 +92,9 @@ def tokenize_dataset(
             several rows begins. It can stop the work by raising an error.
         alone: tokenize every row by itself, so that `begin` always names the row; slower.
         after: number of the last row of a window. This window and earlier ones are read, but not tokenized and not yielded.
-        load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
-            the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
-            rows that contain images are listed in TokenizedRows.problems.
-
-    Yields:
-        The rows of one window, in the dataset's order.
+        load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If the first
+            rows have such a column, all rows are treated as pairs with images. If load_vision is None or returns None, rows
+            that contain images are listed in TokenizedRows.problems.
 
     Raises:
         DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
@@ -145,9 +139,9 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the dataset's format, and the names of the completion columns in `TokenizedRows.table`.
+    """Return the dataset's format, and the names of the completion columns.
 
-    The format and the names are determined by the first row whose columns match `form` (any format if `form` is None). If
+    They are determined by the first row whose columns match `form` (any format if `form` is None). If
     `form` is "kto", pairs match it too. If no row matches, raises DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
@@ -250,11 +244,8 @@ def chosen_tokenizer(
     """Load the tokenizer for a reference model.
 
     Args:
-        model: the reference model's folder.
         tokenizer: folder or hub id of a different tokenizer; None for the model's tokenizer.
-        chat_template: path of a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's
-            template.
-        trust_remote_code: whether to run code from the tokenizer's folder.
+        chat_template: path of a file with a Jinja template that replaces the tokenizer's template.
 
     Raises:
         TokenizerError: no tokenizer can be loaded.
@@ -275,10 +266,8 @@ def chosen_processor(
 ) -> VisionProcessor | None:
     """Load the processor for pairs with images. Return None if the model accepts only text, or if there are no processor files.
 
-    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's.
-
-    The arguments are the same as for `chosen_tokenizer`. Raises UsageError in the same cases, and TokenizerError if the
-    processor cannot be loaded.
+    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's. Raises UsageError in the
+    same cases as `chosen_tokenizer`, and TokenizerError if the processor cannot be loaded.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)

@@ -23,13 +23,11 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer as they were when their digest was computed.
+    """The files of a model's tokenizer as they were when their digest was computed.
 
     Attributes:
-        model: the model folder that was searched for them.
-        trust_remote_code: whether to run code from the tokenizer's folder.
-        folder: the folder that contains the files.
-        identities: size and times of every file that transformers may read to load the tokenizer, by path.
+        folder: the folder that contains the files: that of the model, or of its base model.
+        identities: size and times of every file that transformers may read to load the tokenizer.
         digest: digest of the files' names and content.
     """
 
@@ -56,9 +54,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(model: str, trust_remote_code: bool = False) -> TokenizerFiles:
-    """Compute the digest of the tokenizer files of a model folder.
-
-    If `model` is an adapter whose folder contains no tokenizer, the tokenizer files are those of its base model.
+    """If `model` is an adapter whose folder contains no tokenizer, the tokenizer files are those of its base model.
 
     Raises:
         UsageError: `model` is neither a folder nor a hub model that can be downloaded, or the folder contains no model.
