@@ -42,7 +42,7 @@ class Duplicates:
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Count duplicate examples, and return the counts and the most similar near duplicates (up to `shown`)."""
+    """Count duplicates. At most `shown` near duplicates are returned."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys
