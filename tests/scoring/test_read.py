@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.shape import dataset_notes
 from reflogp.scoring.errors import DatasetError
 
 ROWS = [{"prompt": f"p{i}", "chosen": "yes, 100%", "rejected": 'no "never"\nat all'} for i in range(5)]

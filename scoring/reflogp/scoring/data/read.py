@@ -274,10 +274,7 @@ def dataset_suffix(name: str) -> str | None:
 def _file_format(path: Path) -> FileFormat:
     suffix = dataset_suffix(path.name)
     if suffix is None:
-        raise DatasetError(
-            f"{path}: unknown file type; the name must end in one of {', '.join(_SUFFIXES)} (the first four can be compressed, "
-            "such as .jsonl.gz)"
-        )
+        raise DatasetError(f"{path}: unknown file type; the name must end in {SUFFIXES_IN_WORDS}")
     return _SUFFIXES[f".{suffix.split('.')[1]}"]  # without the suffix of a compression
 
 

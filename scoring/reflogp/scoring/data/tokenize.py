@@ -18,9 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.encode import tokenize_rows
 from reflogp.scoring.data.images import OpenFile, RowImage, read_images
-from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.read import Row, RowSource, batched
-from reflogp.scoring.data.shape import Format, RowError, RowLimitError, Tokens, detect_format, output_columns, token_row
+from reflogp.scoring.data.shape import (
+    Format,
+    RowError,
+    RowLimitError,
+    Tokens,
+    dataset_notes,
+    detect_format,
+    output_columns,
+    token_row,
+)
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.vision import VisionProcessor, load_processor
