@@ -9,11 +9,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
-from reflogp.scoring.reports.collect import ALIKE, Collected, ReportSummary, collect
+from reflogp.scoring.reports.collect import ReportSummary, collect
 from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
@@ -64,7 +62,6 @@ def write_report(
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
     pairs = pair_preference(collected) if collected.pairs else None
     labels = None if collected.pairs else label_preference(collected)
-    alike = _alike(collected)
     lengths = collected.lengths()
     at = cut(lengths, max_length or TRL_MAX_LENGTH, truncation_mode)
     enough = max_length_for_share(lengths, _MOST)
@@ -81,7 +78,7 @@ def write_report(
     said.sort(key=lambda finding: ("fix", "check", "fact", "good").index(finding.kind))
     near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
     farthest = {place for kind in outliers for place, _ in kind.worst}
-    compared = [place for place, _ in alike[:_SHOWN]]
+    compared = [place for place, _ in duplicates.alike_pairs]
     shown = read_shown({*near, *farthest, *compared}, compared, collected, dataset, snapshot, settings)
     content = Content(
         data=source.name,
@@ -97,8 +94,6 @@ def write_report(
         cuts=cuts(lengths, max_length, truncation_mode),
         duplicates=duplicates,
         outliers=outliers,
-        alike=alike[:_SHOWN],
-        alike_count=len(alike),
         shown=shown,
     )
     source.check_unchanged()  # the dataset was read twice and must not have changed in between
@@ -107,23 +102,10 @@ def write_report(
     summary.accuracy = None if pairs is None else pairs.accuracy
     summary.accuracy_per_token = None if pairs is None else pairs.accuracy_per_token
     summary.exact_duplicates, summary.near_duplicates = duplicates.exact, duplicates.near
-    summary.contrary, summary.identical, summary.alike = duplicates.contrary, duplicates.identical, len(alike)
+    summary.contrary, summary.identical, summary.alike = duplicates.contrary, duplicates.identical, duplicates.alike
     summary.outliers = {kind.name: kind.count for kind in outliers}
     summary.truncation = [asdict(one) for one in content.cuts]
     summary.findings = [asdict(finding) for finding in said]
     summary.reference_id, summary.snapshot, summary.store = snapshot.reference_id, snapshot.number, snapshot.store_uri
     summary.output, summary.seconds = str(folder / PAGE_NAME), time.monotonic() - started
     return summary
-
-
-def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (index in `collected`, similarity) for each pair whose completions hardly differ, most similar first.
-
-    Pairs with identical completions are left out.
-    """
-    if collected.similarity is None:
-        return []
-    chosen, rejected = (side.keys for side in collected.sides.values())
-    places = np.flatnonzero((collected.similarity >= ALIKE) & (chosen != rejected))
-    order = np.argsort(-collected.similarity[places], kind="stable")
-    return [(int(place), float(collected.similarity[place])) for place in places[order]]

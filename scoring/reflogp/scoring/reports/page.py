@@ -61,9 +61,6 @@ class Content:
         pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
         at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
         cuts: the effects of several values of max_length.
-        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
-            most similar first.
-        alike_count: number of all such pairs, including pairs that are not displayed.
         shown: dict from the index of each displayed example to what the page displays for it.
     """
 
@@ -80,8 +77,6 @@ class Content:
     cuts: list[Cut]
     duplicates: Duplicates
     outliers: list[OutlierKind]
-    alike: list[tuple[int, float]]
-    alike_count: int
     shown: dict[int, Shown]
 
 
