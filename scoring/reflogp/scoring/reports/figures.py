@@ -1,8 +1,4 @@
-"""Compute the data for a report's charts, and measure which completions the reference prefers.
-
-Preferences are measured between chosen and rejected, between desirable and undesirable, and between shorter and longer
-completions.
-"""
+"""Compute the data for a report's charts, and measure which completions the reference prefers."""
 
 from __future__ import annotations
 
@@ -153,9 +149,7 @@ class PairPreference:
     """How often the reference prefers the chosen completion, in the pairs that have values.
 
     Attributes:
-        pairs: number of pairs with values.
-        right: number of pairs whose chosen completion has the higher sum of log-probs; `accuracy` is the fraction of such
-            pairs.
+        right: number of pairs whose chosen completion has the higher sum of log-probs.
         per_token_right: number of pairs whose chosen completion has the higher mean log-prob per token.
         ties: number of pairs with equal sums, which are not counted in `right`.
         shorter_higher: among pairs whose two completions differ in length and in sum, the fraction in which the shorter

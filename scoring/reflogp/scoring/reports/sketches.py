@@ -75,7 +75,7 @@ class Sketches:
         every prompt that begins with them.
 
         Args:
-            prompts: token ids of the prompts, large_list<uint32> with n lists.
+            prompts: large_list<uint32> with n lists.
             completions: for each completion column, a large_list<uint32> with n lists. All completions of an example go into
                 one sketch.
         """
@@ -140,14 +140,8 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the indices of the examples to compare: first[i] with second[i].
-
-    For each group of entries, an example is paired with the first and the last of the earlier examples that agree with it in
-    this group.
-
-    Args:
-        bands: the completion sketches of n examples, with each group of four 16-bit entries as one number, uint64 (n, 16).
-    """
+    """Return the indices of the examples to compare: first[i] with second[i]. In `bands`, uint64 (n, 16), each group of four
+    16-bit entries of the completions' sketches is one number."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -203,10 +197,7 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
     """Return the fraction of the two lists' tokens that are in their longest common subsequence.
 
-    The fraction is 1 if the lists are equal, and 0 if they share no token.
-
-    Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
-    `at_least`, the bound is returned instead of the exact fraction.
+    If an upper bound, from tokens regardless of their order, is below `at_least`, the bound is returned instead.
     """
     both = len(left) + len(right)
     if not both:
