@@ -334,25 +334,16 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
     """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError if the name of a file or of the split
     could refer to a path outside the folder."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
-        if split not in splits:
-            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(splits)}")
-        folder = folder / _plain_name(split, folder)
-    listed = _state(folder / "state.json").get("_data_files", [])
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
-    return tuple(folder / _plain_name(name, folder) for name in names)
-
-
-def _state(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as raw:
-            state = json.load(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
-    if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} has unexpected content")
-    return state
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+            if split not in splits:
+                raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(map(str, splits))}")
+            folder = folder / _plain_name(split, folder)
+        listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return tuple(folder / _plain_name(entry["filename"], folder) for entry in listed)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        raise DatasetError(f"{folder} is not a saved dataset: its description cannot be read") from error
 
 
 def _plain_name(name: object, folder: Path) -> str:
