@@ -52,7 +52,7 @@ def open_dataset(dataset: Any) -> RowSource:
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        # a pair without an image is tokenized in another way than a row of a text-only dataset, so rows are told apart
+        # in a dataset with images, rows without an image are tokenized in the same way as those with one
         images = {name: None for name in IMAGE_COLUMNS if any(name in row for row in dataset)}
         return _ObjectRows(lambda: _with_types(({**images, **row} for row in dataset), _text_of_list, dataset), len(dataset))
     raise UsageError(
