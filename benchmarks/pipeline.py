@@ -31,7 +31,7 @@ from sides import make_tokenizer, quiet, read_pairs
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.data.tokenizer_files import TokenizerCache
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
@@ -149,7 +149,6 @@ def job(world: World, online: bool) -> dict[str, Any]:
     loop = EngineLoop(engines, lambda ids: None, answered, 0.005)
     reference_id = world.reference.reference_id
     order = _order(world, state, reference_id)
-    tokenizers = TokenizerCache(1)
     store.create_table(world.reference)
     running = threading.Thread(target=loop.run, daemon=True)
     running.start()
@@ -160,7 +159,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
             run_job(
                 order,
                 place,
-                JobModel(world.reference, lambda: tokenizers.find(str(world.model), False), lambda: None),
+                JobModel(world.reference, lambda: read_tokenizer_files(str(world.model)), lambda: None),
                 loop,
                 Helpers(order.job, lambda message, content: None, False),
                 JobCallbacks(lambda progress, committed: None, lambda keys: None, lambda: None),

@@ -1,9 +1,8 @@
-"""Measure the join of pairs with images, with an empty cache of pixel digests and again: the command and the trainer.
+"""Measure the join of pairs with images: the command and the trainer.
 
 Each pair has its own image, a JPEG file of 640 × 480 pixels. The values in the store are made up, since a join does not depend
-on them. Joining decodes each image once to make the row's key; the second join reads the digests of unchanged files from the
-cache. For the trainer, its construction is measured: from the dataset to the joined columns. Every measurement runs in its own
-process, and includes the start of the process.
+on them. Joining decodes each image once to make the row's key. For the trainer, its construction is measured: from the dataset
+to the joined columns. Every measurement runs in its own process, and includes the start of the process.
 
     python benchmarks/vision_join.py [--rows 10000] [--rounds 3] [--folder DIR] [--out benchmarks/results]
 """
@@ -58,19 +57,17 @@ def main() -> None:
             "reflogp join": ["reflogp.cli", "join", model, rows, *common, "-o", str(folder / "joined.parquet")],
             "CachedDPOTrainer": [*own, "trainer"],
         }
-        seconds: dict[str, dict[str, list[float]]] = {side: {"first": [], "second": []} for side in commands}
+        seconds: dict[str, list[float]] = {side: [] for side in commands}
         for number in range(options.rounds):
             for side, command in commands.items():
-                cache = folder / f"cache-{number}-{side.split()[0]}"
-                for time_ in ("first", "second"):
-                    seconds[side][time_].append(run(command, cache))
-                    print(f"  round {number + 1}: {side}, {time_} time: {seconds[side][time_][-1]:.1f} s", flush=True)
+                seconds[side].append(run(command, folder / f"cache-{number}-{side.split()[0]}"))
+                print(f"  round {number + 1}: {side}: {seconds[side][-1]:.1f} s", flush=True)
     results = {
         "machine": cpu_and_cores(),
         "rows": options.rows,
         "image_bytes": size,
         "processes_of_the_trainer": options.processes,
-        "seconds": {side: {time_: statistics.median(runs) for time_, runs in times.items()} for side, times in seconds.items()},
+        "seconds": {side: statistics.median(runs) for side, runs in seconds.items()},
     }
     print(json.dumps(results, indent=1))
     write_results(options.out, "vision-join", results)

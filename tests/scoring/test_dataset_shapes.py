@@ -537,7 +537,7 @@ REFUSED: dict[str, tuple[str, str, str | bytes, str]] = {
     "broken JSON array": ("json", "a.json", json.dumps(WORDS)[:-9], "a.json is not JSON"),
     "truncated Parquet": ("parquet", "a.parquet", b"PAR1 and so on", "a.parquet cannot be read as parquet"),
     "truncated Arrow": ("arrow", "a.arrow", b"ARROW1\0\0", "a.arrow cannot be read as arrow"),
-    "truncated gzip": ("json", "a.jsonl.gz", gzip.compress(lines(WORDS).encode())[:-20], "a.jsonl.gz cannot be read as jsonl"),
+    "truncated gzip": ("json", "a.jsonl.gz", gzip.compress(lines(WORDS).encode())[:-20], "a.jsonl.gz cannot be read as json"),
     "key that is there twice": (
         "json",
         "a.jsonl",

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import struct
 import zlib
 from dataclasses import replace
@@ -25,7 +24,6 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from reflogp.scoring import TorchEngine, join, score
-from reflogp.scoring.data import images as row_images
 from reflogp.scoring.data import tokenized as tokenized_module
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
@@ -657,66 +655,6 @@ def test_decoding_keeps_the_first_frame(llava):
     sink = io.BytesIO()
     frames[0].save(sink, "PNG", save_all=True, append_images=frames[1:])
     assert len(set(keys_of(llava, [pair("?", [sink.getvalue()]), pair("?", [frames[0]])]))) == 1
-
-
-# The cache of pixel digests
-
-
-def test_images_are_decoded_once(llava, tmp_path, monkeypatch):
-    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "cache"))
-    data = [pair("what?", [encoded(picture(seed), "PNG")]) for seed in range(5)]
-    first = keys_of(llava, data)
-    decoded = []
-    monkeypatch.setattr(row_images, "decoded", decoded.append)
-    assert keys_of(llava, data) == first and not decoded
-
-
-@pytest.mark.parametrize("harm", ["no folder", "others may write", "not a database", "a row of other types", "a full disk"])
-def test_a_cache_that_cannot_be_used_is_left_out(harm, llava, tmp_path, monkeypatch):
-    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "cache"))
-    data = [pair("what?", [encoded(picture(seed), "PNG")]) for seed in range(5)]
-    first = keys_of(llava, data)
-    [folder] = (tmp_path / "cache").glob("pixels-*")
-    file = folder / "pixels.sqlite"
-    if harm == "no folder":
-        monkeypatch.setenv("REFLOGP_CACHE_DIR", "/proc/nowhere")
-    elif harm == "others may write":
-        with sqlite3.connect(file) as base:
-            base.execute("UPDATE images SET digest = ?", (bytes(16),))
-        folder.chmod(0o777)
-    elif harm == "not a database":
-        for name in folder.iterdir():
-            name.write_bytes(b"no database" * 1000)
-    elif harm == "a row of other types":
-        with sqlite3.connect(file) as base:
-            base.execute("UPDATE images SET digest = 'text'")
-    else:
-        with sqlite3.connect(file) as base:
-            base.execute("DELETE FROM images")
-        file.chmod(0o400)
-        monkeypatch.setattr(
-            sqlite3, "connect", lambda *args, **kwargs: _ReadOnly(sqlite3.Connection(str(file), check_same_thread=False))
-        )
-    assert keys_of(llava, data) == first
-
-
-class _ReadOnly:
-    """A connection that cannot write."""
-
-    def __init__(self, base) -> None:
-        self._base = base
-
-    def __getattr__(self, name):
-        return getattr(self._base, name)
-
-    def __enter__(self):
-        return self._base.__enter__()
-
-    def __exit__(self, *exc):
-        return self._base.__exit__(*exc)
-
-    def executemany(self, *args):
-        raise sqlite3.OperationalError("database or disk is full")
 
 
 # Memory and errors in a pass

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from reflogp.scoring.data import tokenized as tokenized_module
-from reflogp.scoring.data.images import ImageFile, RowImage, below
+from reflogp.scoring.data.images import ImageFile, RowImage, below, content_digest
 from reflogp.scoring.data.objects import open_dataset
-from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
@@ -148,7 +147,7 @@ def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found
 def test_an_image_that_is_gone_or_was_changed_is_one_sentence(llava, tmp_path):
     file = tmp_path / "a.png"
     file.write_bytes(encoded(picture(1), "PNG"))
-    source = ImageFile("a.png", PixelCache.key(file.read_bytes()), file.stat().st_size, below(tmp_path))
+    source = ImageFile("a.png", content_digest(file.read_bytes()), file.stat().st_size, below(tmp_path))
     made = RowImage(pixel_digest(picture(1)), kind_of_image(picture(1)), source)
     assert made.encoded() == file.read_bytes()
     file.write_bytes(encoded(picture(2), "PNG"))

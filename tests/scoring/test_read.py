@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp.scoring.data.notes import dataset_notes
 from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.shape import dataset_notes
 from reflogp.scoring.errors import DatasetError
 
 ROWS = [{"prompt": f"p{i}", "chosen": "yes, 100%", "rejected": 'no "never"\nat all'} for i in range(5)]
@@ -186,7 +186,7 @@ def test_the_rows_of_a_json_array_are_not_counted_while_they_are_read(tmp_path):
         ("x.txt", b"hello", "unknown file type"),
         ("x.parquet", b"not parquet", "cannot be read as parquet"),
         ("x.arrow", b"not arrow at all", "cannot be read as arrow"),
-        ("x.jsonl.gz", b"not gzip", "cannot be read as jsonl"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read as json"),
         ("x.json", b"[1, 2", "not JSON"),
         ("x.csv", b"", "No columns to parse"),
         ("y.csv", b"a,b\n\xff\xfe,\x90", "cannot be read as csv"),

@@ -116,7 +116,7 @@ def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, refer
     assert summary["accuracy_per_token"] == np.mean([chosen > rejected for chosen, rejected in means])
     margins = [chosen - rejected for chosen, rejected in sums]
     assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in page
-    assert all(f'id="{chart}-title"' in page for chart in ("logps", "length", "margins", "margins-per-token", "truncation"))
+    assert all(f'id="{chart}-title"' in page for chart in ("logps", "length", "margins", "margins-per-token"))
 
 
 def collated(rows, max_length, mode):
@@ -291,7 +291,7 @@ def test_nothing_of_the_dataset_is_scored(run, report, reflogp, pairs_file, pair
     run("score", write_rows(tmp_path / "one.jsonl", pair_rows[250:251]))
     code, summary, page = report(pairs_file)
     assert (code, summary["with_values"], summary["missing"], summary["accuracy"]) == (MISSES, 0, 40, None)
-    assert 'id="truncation-title"' in page and 'id="logps-title"' not in page
+    assert 'id="truncation"' in page and 'id="logps-title"' not in page
     assert "40 of 40 rows (100%) have no values in this snapshot" in page
 
 

@@ -20,7 +20,8 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows, with_columns
-from reflogp.scoring.reports.build import ReportSummary, write_report
+from reflogp.scoring.reports.build import write_report
+from reflogp.scoring.reports.collect import ReportSummary
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
@@ -272,11 +273,7 @@ def report(
 
 
 class _BadRows(ProgressCallbacks):
-    """Callbacks that record the reasons why rows cannot be used.
-
-    Args:
-        problems: dict from row number to problem, to which the first ten bad rows are added.
-    """
+    """Adds the problems of the first ten bad rows to a dict."""
 
     def __init__(self, problems: dict[int, str]) -> None:
         self._problems = problems
@@ -287,7 +284,6 @@ class _BadRows(ProgressCallbacks):
 
 
 def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
-    """Raise NotScoredError if any row read so far has no values or cannot be used."""
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
         raise NotScoredError(
@@ -305,25 +301,18 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
 
 
 def _say(reason: str) -> None:
-    """Print why a dtype was chosen. If the caller specified the dtype, `reason` is empty and nothing is printed."""
-    if reason:
+    if reason:  # empty if the caller specified the dtype
         tqdm.write(reason, file=sys.stderr)
 
 
 def _opened(store: str | os.PathLike[str] | Store) -> Store:
-    """Return the given store, or open the store at the given path or URI."""
     return store if isinstance(store, Store) else Store(store)
 
 
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that returns the tokenizer.
-
-    If `tokenizer` is a folder or a hub id, the function loads the tokenizer from there. If `tokenizer` is None, the function
-    loads the tokenizer from `folder`. If `tokenizer` is an object, the function returns this object; for a processor, which
-    TRL takes too, the processor's tokenizer.
-    """
+    """Return a function that returns the tokenizer; for a processor, which TRL takes too, the processor's tokenizer."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     inner = getattr(tokenizer, "tokenizer", None)
@@ -338,13 +327,7 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns the model's VisionProcessor. For a model that accepts only text, the function returns
-    None.
-
-    If `tokenizer` is a processor object with an image processor, the VisionProcessor is made from that object. If
-    `tokenizer` is a folder or a hub id, the VisionProcessor is loaded from there. In all other cases, the VisionProcessor is
-    loaded from `folder`.
-    """
+    """Return a function that returns the model's VisionProcessor, or None for a model that accepts only text."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
     if getattr(tokenizer, "image_processor", None) is None:
@@ -354,11 +337,7 @@ def _vision(
 
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Call a function for a dataset, or for each split of a DatasetDict.
-
-    Return the function's result. For a DatasetDict, return a dict from each split's name to its ScoreSummary, or a DatasetDict
-    of the joined splits. If a split fails, the error message names the split.
-    """
+    """Call a function for a dataset, or for each split of a DatasetDict; an error then names the split."""
     if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")
     done = {}

@@ -1,16 +1,4 @@
-"""Define the errors of scoring. All are subclasses of the store's ReflogpError, except PictureError, which engines catch.
-
-ReflogpError (reflogp.store.errors)
-├── UsageError (reflogp.store.errors)
-│   └── DatasetError         a dataset cannot be opened or has columns that match no format
-├── TokenizerError           a tokenizer cannot be loaded, or lacks an EOS token or a chat template
-├── NotScoredError           some rows of a dataset have no stored values, or cannot be used
-├── OtherEngineError         stored values of a dataset are from an engine that is not allowed
-└── EngineError              the engine cannot load a model or score with it
-    ├── OutOfMemoryError     the device has too little memory for the model or a pass
-    ├── WorkerGoneError      one of a run's workers has exited
-    └── InvalidSequencesError   some sequences cannot be scored; all others were scored
-"""
+"""Define the errors of scoring. All are subclasses of the store's ReflogpError, except PictureError, which engines catch."""
 
 from __future__ import annotations
 

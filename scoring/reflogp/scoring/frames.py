@@ -18,7 +18,6 @@ Frame = tuple[dict[str, Any], bytes]
 
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
-    """Return the bytes of a frame with this JSON object (`message`) and body."""
     head = json.dumps(message).encode()
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
@@ -34,7 +33,6 @@ def read_frame(file: BinaryIO) -> Frame | None:
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """Return the next frame from an asyncio stream; see `read_frame`."""
     try:
         head_size, body_size = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         head = await reader.readexactly(head_size)

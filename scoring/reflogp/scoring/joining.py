@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource, table_of_rows
-from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
-from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
-from reflogp.store.images import IMAGE_COLUMNS
+from reflogp.store import Snapshot, UsageError, join_logps
+from reflogp.store.files import write_atomically
 from reflogp.store.joins import ROW_COLUMN, UNUSABLE, tokens_column
-from reflogp.store.texts import counted, short_repr, shortened
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings
 
 
@@ -93,8 +91,7 @@ def join_dataset(
     The columns are ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps). They contain sums of log-probs, float32, in
     nats.
 
-    Until the output is complete, it has a temporary name. If no row has values, no output is written, and an existing file with
-    the output's name is kept.
+    If no row has values, no output is written, and an existing file with the output's name is kept.
 
     Additional columns:
         chosen_key and rejected_key (for KTO, completion_key): key of each sequence.
@@ -104,14 +101,9 @@ def join_dataset(
     Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
 
-    Args:
-        dataset: the dataset to join. It must have been created with `kept=None`, because rows that are read from a file of
-            token ids lack the dataset's original columns.
-
     Raises:
         UsageError: a setting or the dataset cannot be used, or the output cannot be written.
         TokenizerError: see tokenize_dataset.
-        StoreUnavailableError: the rows do not fit a single Parquet schema.
     """
     source, store = dataset.source, snapshot.store_uri
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store, output=output)
@@ -120,41 +112,30 @@ def join_dataset(
         raise UsageError(f"the output {output} is written as a Parquet file, so its name must end in .parquet")
     if any(target.exists() and target.samefile(file) for file in source.files):
         raise UsageError(f"the output {output} is the dataset itself; give the output another name")
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    row_schema = source.schema()
     writer: pq.ParquetWriter | None = None
-    try:
-        row_schema = source.schema(is_usable)
-        for window in joined_windows(dataset, snapshot, summary, settings, watcher):
-            table = table_of_rows(window.rows, row_schema)
-            for name in window.columns.column_names:
-                table = with_column(table, name, window.columns[name])
-            if writer is None:
-                note = {"store": store, **join_note(snapshot, settings)}
-                schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
-                target.parent.mkdir(parents=True, exist_ok=True)
-                writer = pq.ParquetWriter(partial, schema, compression="zstd")
-            writer.write_table(table.cast(writer.schema))
-        source.check_unchanged()
-        if writer is not None:
-            counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
-            writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
-            writer.close()
-            if summary.written:  # otherwise a file without rows would replace an older file
-                partial.replace(target)
-    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        raise UsageError(f"the output {output} cannot be written: {error.strerror or error}") from error
-    except pa.ArrowInvalid as error:
-        text = shortened(str(error).splitlines()[0])
-        raise StoreUnavailableError(f"the rows do not fit a single Parquet schema: {text}") from error
-    finally:
-        if writer is not None:
-            writer.close()
-            partial.unlink(missing_ok=True)
+    with write_atomically(target) as partial:
+        try:
+            for window in joined_windows(dataset, snapshot, summary, settings, watcher):
+                if not window.rows:  # if nothing is written, an older file is kept
+                    continue
+                table = _side_by_side(table_of_rows(window.rows, row_schema), window.columns)
+                if writer is None:
+                    note = {"store": store, **join_note(snapshot, settings)}
+                    schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
+                    writer = pq.ParquetWriter(partial, schema, compression="zstd")
+                writer.write_table(table)
+            source.check_unchanged()
+            if writer is not None:
+                counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
+                writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
+        finally:
+            if writer is not None:
+                writer.close()
     return summary
 
 
 def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
-    """Return the reference's id and dtype, the snapshot's number and the trainer settings, as a dict for Parquet metadata."""
     numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
     return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
 
@@ -164,14 +145,12 @@ class JoinedWindow:
     """The rows that have values in one window (a group of consecutive rows) of a dataset, in the dataset's order.
 
     Attributes:
-        rows: the rows, each as a dict from column name to value, with the columns that were read from the dataset.
-        numbers: row numbers in the dataset, starting at 0, int64.
+        rows: the rows as they were read from the dataset.
         columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
             and row numbers (ref_row).
     """
 
     rows: list[dict[str, Any]]
-    numbers: npt.NDArray[np.int64]
     columns: pa.Table
 
 
@@ -186,10 +165,6 @@ def joined_windows(
 
     A window in which no row can be tokenized is not yielded. A window in which no row has values is yielded without rows.
     `summary.coverage` is set only after the last window.
-
-    Raises:
-        DatasetError, TokenizerError: see tokenize_dataset.
-        UsageError: see join_logps.
     """
     counting, begun = RowCount(dataset), False
     for window in dataset:
@@ -219,28 +194,8 @@ def joined_windows(
             columns[tokens_column(name)] = pa.array(tokens[kept], pa.int64())
         columns[ROW_COLUMN] = pa.array(numbers[kept], pa.int64())
         summary.written += len(kept)
-        yield JoinedWindow([window.rows[i] for i in kept], numbers[kept], pa.table(columns))
+        yield JoinedWindow([window.rows[i] for i in kept], pa.table(columns))
     summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
-
-
-def is_usable(columns: dict[str, Any]) -> bool:
-    """Return True if a row's columns match a format and have the types that tokenization needs."""
-    try:
-        form = detect_format(columns)
-        if form == "tokens":
-            token_row(columns, output_columns(form, columns))
-        else:
-            examples_of(columns, form, images=any(name in columns for name in IMAGE_COLUMNS))
-    except (DatasetError, RowError, RecursionError):
-        return False
-    return True
-
-
-def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Return the table with a column appended. An existing column with this name is dropped."""
-    if name in table.column_names:
-        table = table.drop_columns([name])
-    return table.append_column(name, values)
 
 
 def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, problem: str) -> None:
@@ -257,26 +212,25 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     The result has the type of `dataset`. For a path or hub id, it is a datasets.Dataset.
 
     Args:
-        dataset: a dataset of any type that open_dataset accepts.
         source: the result of open_dataset for this dataset.
-        windows: function that joins the rows of a RowSource, starting with the first row, and yields JoinedWindows. Its second
-            argument is True if the dataset is a stream, which may be endless.
+        windows: function that joins the rows of a RowSource. Its second argument is True if the dataset is a stream, which may
+            be endless.
 
     Raises:
         DatasetError: no row can be used, and the dataset is not a stream.
-        Errors raised by `windows`. If the dataset is a stream, the errors of `windows` are raised while the stream is read.
+        Errors raised by `windows`. If the dataset is a stream, they are raised while the stream is read.
     """
     import datasets
 
     kind = kind_of(dataset)
     if kind == "datasets.IterableDataset":
         return datasets.IterableDataset.from_generator(_Stream(source, windows), split=dataset.split or datasets.Split.TRAIN)
-    if isinstance(dataset, list):
-        return [row for window in _some(windows(source, False)) for row in rows_of(window)]
-    if kind is None and not isinstance(dataset, pa.Table):
+    if kind is None and not isinstance(dataset, pa.Table | list):
         return _of_path(source, windows)
     columns = pa.concat_tables([window.columns for window in _some(windows(source, False))])
     numbers = columns[ROW_COLUMN].to_numpy()
+    if isinstance(dataset, list):
+        return [{**dataset[row], **values} for row, values in zip(numbers, columns.to_pylist(), strict=True)]
     if kind == "pandas.DataFrame":
         named = zip(columns.column_names, columns.columns, strict=True)
         return dataset.iloc[numbers].assign(**{name: values.to_pandas().array for name, values in named})
@@ -289,12 +243,6 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
     return _of_dataset(dataset, columns)
 
 
-def rows_of(window: JoinedWindow) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a window with the joined columns added."""
-    for row, values in zip(window.rows, window.columns.to_pylist(), strict=True):
-        yield {**row, **values}
-
-
 def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
     """Yield the windows. Raise DatasetError if there is no window, because the columns to add are then unknown."""
     first = next(windows, None)
@@ -305,10 +253,9 @@ def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
 
 
 def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return the joined rows of a file, folder or hub dataset as a Dataset whose columns keep their types."""
     import datasets
 
-    schema = source.schema(is_usable)
+    schema = source.schema()
     tables = [_side_by_side(table_of_rows(window.rows, schema), window.columns) for window in _some(windows(source, False))]
     return datasets.Dataset(pa.concat_tables(tables))
 
@@ -335,18 +282,14 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
 
 
 def _side_by_side(table: pa.Table, columns: pa.Table) -> pa.Table:
+    """Return a table with columns added. Existing columns with their names are dropped."""
+    table = table.drop_columns([name for name in columns.column_names if name in table.column_names])
     for name in columns.column_names:
-        table = with_column(table, name, columns[name])
+        table = table.append_column(name, columns[name])
     return table
 
 
 class _Stream:
-    """A callable that yields joined rows, for IterableDataset.from_generator.
-
-    Args:
-        source, windows: see `with_columns`.
-    """
-
     def __init__(self, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> None:
         self._source = source
         self._windows = windows
@@ -359,7 +302,8 @@ class _Stream:
         if worker is not None and worker.num_workers > 1:
             raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):
-            yield from rows_of(window)
+            for row, values in zip(window.rows, window.columns.to_pylist(), strict=True):
+                yield {**row, **values}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Stream:
         return self

@@ -94,11 +94,8 @@ def places(
 
 
 def gpus_in_a_child() -> int:
-    """Start a process in which torch counts the GPUs, and return the count.
-
-    If /dev contains no GPU device, return 0 without starting a process. Raises UsageError if the process that counts the GPUs
-    fails.
-    """
+    """Return the number of GPUs that torch counts in another process, which is started only if /dev contains a GPU device.
+    Raises UsageError if that process fails."""
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0
     try:
@@ -116,10 +113,7 @@ def _not_counted(reason: str) -> UsageError:
 
 
 def _visible(group: Sequence[str], count: int) -> str:
-    """Return the CUDA_VISIBLE_DEVICES value for these GPUs.
-
-    The numbers in `group` refer to the GPUs that this process sees, which may be only some of the machine's GPUs.
-    """
+    """Return the CUDA_VISIBLE_DEVICES value for these GPUs, whose numbers refer to those that this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
     return ",".join(names[int(name[5:])] for name in group)
@@ -141,11 +135,8 @@ _USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Return the number of bytes of memory that this process and its workers may use together.
-
-    Args:
-        root: directory under which /proc and the cgroup file systems are mounted.
-    """
+    """Return the number of bytes of memory that this process and its workers may use together. /proc and the cgroup file
+    systems are mounted below `root`."""
     import psutil
 
     return min([int(psutil.virtual_memory().total), *(limit for _, limit in _limits(root))])
@@ -156,9 +147,6 @@ def free_memory(root: Path = Path("/")) -> int:
 
     This is the machine's free memory, or less if a cgroup has a limit. The page cache counts as free, because the kernel drops
     it when memory is needed.
-
-    Args:
-        root: see `total_memory`.
     """
     import psutil
 
@@ -182,10 +170,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _used(group: Path) -> int | None:
-    """Return the number of bytes that a cgroup uses, excluding its page cache.
-
-    Return None if the cgroup's files do not contain this number.
-    """
+    """Return the number of bytes that a cgroup uses, excluding its page cache, or None if its files do not contain it."""
     for usage, prefix in _USAGE_FILES:
         taken = list(_limit(group / usage))
         if taken:
@@ -196,7 +181,6 @@ def _used(group: Path) -> int | None:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return the paths of this process's memory cgroups, as a dict with the keys "cgroup2" and "cgroup" (version 1)."""
     found: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -223,10 +207,7 @@ def _plain(text: str) -> str:
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """Yield the number that a cgroup file contains: a memory limit or a memory use, in bytes.
-
-    Yield nothing if the file cannot be read, or contains 0 or a word ("max" means no limit).
-    """
+    """Yield the number of bytes that a cgroup file contains; nothing for 0 or a word ("max" means no limit)."""
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)
@@ -240,10 +221,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Return the unused memory of Arrow and of the C library to the operating system. This takes milliseconds.
-
-    The C library's memory is returned only if the library has `malloc_trim`, as glibc does.
-    """
+    """Return the unused memory of Arrow and of the C library to the operating system. This takes milliseconds."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()
@@ -264,23 +242,16 @@ _GROWING = "expandable_segments:True"
 
 
 def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that turn on expandable segments in torch's allocator.
-
-    If the environment already configures the allocator, return an empty dict.
-    """
+    """Return the variables that turn on expandable segments, or none if the environment already configures the allocator."""
     return {} if any(name in environment for name in _VARIABLES) else {_VARIABLES[0]: _GROWING}
 
 
 def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that `growing_segments` adds.
-
-    vLLM's shared memory does not work with expandable segments.
-    """
+    """Return an environment for vLLM, whose shared memory does not work with expandable segments."""
     return {name: value for name, value in environment.items() if (name, value) != (_VARIABLES[0], _GROWING)}
 
 
 def quiet_libraries() -> None:
-    """Make transformers log only errors and show no progress bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -288,12 +259,7 @@ def quiet_libraries() -> None:
 
 
 def exit_reason(status: int, log: str) -> str:
-    """Return a description of why a process exited.
-
-    Args:
-        status: exit status of the process, or the negative signal number if a signal killed the process.
-        log: name of the log with the process's output.
-    """
+    """Return why a process exited. `status` is its exit status, or the negative number of the signal that killed it."""
     if status < 0:
         name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
         return f"killed by {name}" + (" (perhaps out of memory)" if -status == signal.SIGKILL else "")
@@ -301,5 +267,4 @@ def exit_reason(status: int, log: str) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -39,11 +39,9 @@ def run_span(
     """Trace the `with` block as a run, and yield the span's attributes, to be updated. In another run, yield that run's.
 
     Args:
-        name: name of the span.
         parent: W3C traceparent of the span that caused the run. If None, the caller's current span, if any, is the parent.
         stops: types of exceptions that end the run but are no errors.
         flush_at_end: whether to wait for the collector at the end; see `flush`.
-        ids: attributes.
     """
     attributes = _run.get()
     provider = _provider() if attributes is None else None

@@ -19,7 +19,6 @@ class VisionProcessor:
     """A model's processor, which converts texts and images into the model's inputs.
 
     Attributes:
-        processor: the processor object from transformers.
         image_token_id: id of the token that the model replaces with an image's features.
         tokens: object that converts a text with images into token ids. It needs only the sizes and modes of the images.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
@@ -48,8 +47,6 @@ def load_processor(
         folder: folder of the processor, which may be the same folder as `model`. If both are the folder of an adapter without a
             processor, the processor is loaded from the folder of the adapter's base model.
         model: folder of the model or of its adapter; the image token is read from the model's config.
-        chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
-        trust_remote_code: whether to run code from these folders.
 
     Raises:
         TokenizerError: the processor cannot be loaded.

@@ -43,8 +43,6 @@ def tokenize_rows(
     """Tokenize rows.
 
     Args:
-        rows: the columns of each row.
-        form: format of the rows, "preference" or "kto".
         tokenizer: the tokenizer, or ImageTokens for pairs with images.
         images: the images of each row, or the error that occurred while opening them. None for a text-only dataset.
         begin: function that is called with a row's index before the row is rendered, and with None before a batch of texts is
@@ -90,7 +88,6 @@ def _encode_rows(found: list[list[Any]], numbers: list[int], tokenizer: PreTrain
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """Return the result of `work`. If `work` raises an exception other than TokenizerError, return a list with one RowError."""
     try:
         return work()
     except TokenizerError:
@@ -116,8 +113,6 @@ def _with_images(columns: dict[str, Any], images: tuple[RowImage, ...] | RowErro
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Encode examples in the same way as TRL. For each example, return the token ids of the prompt and of each completion, or a
-    RowError."""
     return encode(_rendered_examples(examples, tokenizer), tokenizer)
 
 
@@ -157,8 +152,6 @@ def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode, and whether to add the tokenizer's special tokens before and after it."""
-
     text: str
     special_tokens: bool
 

@@ -11,13 +11,16 @@ rows.
 
 from __future__ import annotations
 
+import codecs
 import glob
+import io
 import json
 import logging
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +38,11 @@ BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
 #: Suffixes of compressed files for which `datasets` needs a package that may not be installed.
 _DECOMPRESSED = (".zst", ".lz4")
 
-#: (columns, None) of a row of a JSON file, or (None, reason) for a row that cannot be read.
-JsonRow = tuple[dict[str, Any] | None, str | None]
-#: Function that yields the rows of a JSON file.
-ReadJson = Callable[[Path], Iterator[JsonRow]]
+#: Number of bytes of a text file that are read at once.
+_CHUNK = 1 << 20
 
 
 def open_builder(path: Path, form: str) -> Any:
-    """Return the `datasets` builder that `load_dataset` uses for a folder (format "folder") or for one file."""
     import datasets
 
     # `datasets` logs the errors that it raises.
@@ -56,29 +56,19 @@ def open_builder(path: Path, form: str) -> Any:
 
 
 class LocalFiles:
-    """One pass over the files of a split.
+    """One pass over the files of a split. If `form` is "folder", `path` is the folder of which `datasets` decides which files
+    belong to a split."""
 
-    Args:
-        path: a file, or a folder of which `datasets` decides which files belong to a split.
-        form: format of the file, or "folder".
-        split: the split of a folder.
-        files: the files of this split that are read.
-        read_json: how to read a JSON file of which `datasets` reads no row; None if the files are not JSON.
-    """
-
-    def __init__(self, path: Path, form: str, split: str, files: tuple[Path, ...], read_json: ReadJson | None) -> None:
+    def __init__(self, path: Path, form: str, split: str, files: tuple[Path, ...]) -> None:
         self._builder, self._is_folder = open_builder(path, form), form == "folder"
         #: The files of each split, in the order of `datasets`.
         self._splits: dict[str, list[str]] = self._builder.config.data_files
-        self._split, self._files, self._read_json = split, files, read_json
+        self._split, self._files = split, files
         self._features: Any = None
         self._rows = 0
 
     def __iter__(self) -> Iterator[pa.Table | str]:
-        """Yield the rows in order, as tables with equal schemas. For a row that cannot be read, yield the reason.
-
-        Raises DatasetError if the rest of a file cannot be read.
-        """
+        """Yield the rows in order, as tables with equal schemas; for a row that cannot be read, the reason."""
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             copy = Path(folder) / "copy"
             first = next(iter(self._splits))
@@ -86,7 +76,7 @@ class LocalFiles:
                 next(self._of_file(Path(self._splits[first][0]), copy), None)
             for file in self._files:
                 for item in self._of_file(file, copy):
-                    self._rows += _length(item)
+                    self._rows += 1 if isinstance(item, str) else len(item)
                     yield item
 
     def _of_file(self, file: Path, copy: Path) -> Iterator[pa.Table | str]:
@@ -105,16 +95,17 @@ class LocalFiles:
             raise
         except Exception as error:  # `datasets` raises exceptions of many types
             refusal = self._refusal(file, error)
-            if self._read_json is None:
-                raise refusal from error
-            problems, good_rows = _write_good_rows(self._read_json(file), copy)
-            if good_rows and not problems:
+            if self._builder.name != "json":
                 raise refusal from error
         try:
+            problems, good_rows = _write_good_rows(file, copy)
+            if good_rows and not problems:
+                raise refusal
             for item in _with_problems(self._tables(copy) if good_rows else (), problems):
-                if done < _length(item):
+                length = 1 if isinstance(item, str) else len(item)
+                if done < length:
                     yield item if isinstance(item, str) else item[done:]
-                done = max(0, done - _length(item))
+                done = max(0, done - length)
         except MemoryError:
             raise
         except Exception as error:
@@ -170,34 +161,73 @@ def _columns_of_numbers(features: Any) -> list[str]:
     ]
 
 
-def _length(item: pa.Table | str) -> int:
-    return 1 if isinstance(item, str) else len(item)
+@contextmanager
+def _opened(file: Path) -> Iterator[io.BufferedReader]:
+    """Open a text file after its byte order mark and white space, and decompress it according to its suffix."""
+    with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
+        reader: Any = io.BufferedReader(stream, _CHUNK)
+        if reader.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # as Excel and PowerShell write it
+            reader.read(len(codecs.BOM_UTF8))
+        while (head := reader.peek()) and not head.strip():
+            reader.read(len(head))
+        yield reader
 
 
-def _write_good_rows(rows: Iterator[JsonRow], file: Path) -> tuple[dict[int, str], int]:
-    """Write the rows that can be read to a file of JSON Lines. Return (dict from bad rows' numbers to reasons, number of rows
-    written)."""
+def contains_array(file: Path) -> bool:
+    """Return True if a text file contains a JSON array, not JSON Lines."""
+    with _opened(file) as reader:
+        return reader.peek().lstrip().startswith(b"[")
+
+
+def lines_of(file: Path) -> Iterator[bytes]:
+    with _opened(file) as reader:
+        yield from (line for line in reader if line.strip())
+
+
+def _values(file: Path) -> Iterator[Any]:
+    """Yield the rows of a JSON file. For a line that is not JSON, yield the error."""
+    if contains_array(file):
+        with _opened(file) as reader:
+            content = reader.read()
+        try:
+            yield from json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{file} is not JSON: {error}") from error
+        return
+    for line in lines_of(file):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            value = error
+        yield value
+
+
+def _write_good_rows(file: Path, copy: Path) -> tuple[dict[int, str], int]:
+    """Write the rows that can be read as JSON Lines. Return (dict from bad rows' numbers to reasons, number of good rows)."""
     from datasets.utils.json import ujson_loads
 
     problems: dict[int, str] = {}
     written = 0
-    with file.open("w", encoding="utf-8") as copy:
-        for number, (row, problem) in enumerate(rows):
-            if problem is None:
-                try:
-                    line = json.dumps(row, ensure_ascii=False, allow_nan=False)
-                    ujson_loads(line)  # `datasets` refuses numbers of more than 64 bits
-                    copy.write(line + "\n")
-                    written += 1
+    with copy.open("wb") as sink:
+        for number, row in enumerate(_values(file)):
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                if not isinstance(row, dict):
+                    problems[number] = f"the row has type {type(row).__name__}; expected a JSON object"
                     continue
-                except ValueError as error:
-                    problem = f"not JSON: {error}"
-            problems[number] = str(problem)
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+                ujson_loads(line)  # `datasets` refuses numbers of more than 64 bits
+                sink.write(line + b"\n")
+                written += 1
+            except UnicodeEncodeError:
+                problems[number] = "the row contains an unpaired surrogate (such as \\ud800), which UTF-8 cannot encode"
+            except (ValueError, RecursionError) as error:
+                problems[number] = f"not JSON: {error}"
     return problems, written
 
 
 def _with_problems(tables: Iterable[pa.Table], problems: dict[int, str]) -> Iterator[pa.Table | str]:
-    """Yield the tables of the good rows and, where a bad row was, the reason."""
     at, bad = 0, deque(sorted(problems))
     for table in tables:
         while len(table):

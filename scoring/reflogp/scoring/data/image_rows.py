@@ -27,9 +27,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[bytes, Kind]], 
     In prompt_ids, image ids (see `image_ids` in `reflogp.store.images`) replace the image tokens.
 
     Args:
-        columns: the row's text columns.
-        images: list with (pixel digest, (size, mode)) for each image in the row, in order.
-        tokens: object that converts texts with images into the model's tokens.
+        images: (pixel digest, (size, mode)) of each image in the row, in order.
 
     Raises RowError if the row is not a pair with a prompt, if it has more or fewer images than placeholders, or if the chat
     template or the processor fails for the row.
@@ -77,13 +75,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return the messages with each message's content converted to a list of parts.
 
-    A placeholder is a part of type image. The returned messages contain one placeholder for each image. The placeholders are
-    inserted before the text of the first user message whose content is text. If there is no such message, `messages` must
-    already contain the placeholders.
-
-    Args:
-        messages: messages of a prompt or of a completion.
-        images: number of images in these messages.
+    A placeholder is a part of type image.
 
     Raises RowError if the number of placeholders differs from `images`, if a role is unknown, if a tool message contains a
     placeholder, or if a part contains audio, video or image data.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import os
 import stat
@@ -17,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.shape import RowError, RowLimitError
 from reflogp.scoring.machine import usable_cores
-from reflogp.store.images import IMAGE_COLUMNS, Kind, kind_of_image, pixel_digest
+from reflogp.store.images import DIGEST_BYTES, IMAGE_COLUMNS, Kind, kind_of_image, pixel_digest
 from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
@@ -45,9 +46,7 @@ class RowImage:
     Decoded pixels are kept in memory only if the dataset contains the image in decoded form.
 
     Attributes:
-        digest: digest of the pixels; see `pixel_digest`.
-        kind: size and mode of the image.
-        source: the encoded bytes, the image's file, or the decoded image from the dataset.
+        digest: `pixel_digest` of the image.
     """
 
     digest: bytes
@@ -56,19 +55,17 @@ class RowImage:
 
     @property
     def size(self) -> int:
-        """Number of bytes that `encoded` returns. For a decoded image from the dataset, this is instead the approximate size of
-        the pixels in bytes, which is usually larger."""
+        """Number of bytes that `encoded` returns; for a decoded image, the approximate size of its pixels, usually larger."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
 
     @property
     def held(self) -> int:
-        """Approximate number of bytes of memory that the image occupies."""
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Return the decoded image. Raises RowError if the image's file has changed or cannot be read."""
+        """Raises RowError if the image's file has changed or cannot be read."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
@@ -93,14 +90,7 @@ class RowImage:
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """An image file whose pixel digest is known.
-
-    Attributes:
-        path: the file's path, as given in the row.
-        key: key of the file's content in the pixel cache (see `PixelCache.key`).
-        size: the file's size in bytes.
-        open_file: function that opens the file at `path` (see `OpenFile`).
-    """
+    """A row's image file, with its size in bytes and the `content_digest` (key) that it had when it was read."""
 
     path: str
     key: bytes
@@ -108,88 +98,81 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Return the file's content. Raises RowError if the content has changed or cannot be read."""
+        """Raises RowError if the content has changed or cannot be read."""
         data = _read("an image", self.path, self.open_file)
-        if PixelCache.key(data) != self.key:
+        if content_digest(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
         return data
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens a file by its path.
-
-    Relative paths are resolved against `folder`, or against the current folder if `folder` is None.
-    """
+    """Return a function that resolves relative paths against `folder`, or against the current folder."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-class ImageReader:
-    """A reader that opens images and computes their pixel digests, in several threads.
+def content_digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def read_images(
+    rows: Sequence[dict[str, Any]],
+    open_file: OpenFile,
+    begin: Callable[[int | None], None] = lambda at: None,
+    alone: bool = False,
+) -> list[tuple[RowImage, ...] | RowError]:
+    """Return the images of each row, or an error for a row whose images cannot be used. Images are decoded in several threads.
 
     Args:
-        open_file: function that opens the file at a path from a row.
-        cache: cache of the pixel digests of encoded images.
+        begin: function that is called for each row, with the row's index if `alone`, otherwise with None. It can stop the
+            work by raising an error.
+        alone: read the images of one row at a time.
     """
-
-    def __init__(self, open_file: OpenFile, cache: PixelCache) -> None:
-        self._open_file = open_file
-        self._cache = cache
-
-    def read(
-        self, rows: Sequence[dict[str, Any]], begin: Callable[[int | None], None] = lambda at: None, alone: bool = False
-    ) -> list[tuple[RowImage, ...] | RowError]:
-        """Return the images of each row, or an error for a row whose images cannot be used.
-
-        Args:
-            rows: the columns of each row.
-            begin: function that is called for each row, with the row's index if `alone`, otherwise with None. It can stop the
-                work by raising an error.
-            alone: read the images of one row at a time.
-        """
-        found: list[tuple[RowImage, ...] | RowError] = []
-        threads = ThreadPoolExecutor(1 if alone else min(usable_cores(), _MOST_THREADS), thread_name_prefix="reflogp-images")
-        try:
-            futures = () if alone else [threads.submit(self._of_row, columns) for columns in rows]
-            for at, columns in enumerate(rows):
-                begin(at if alone else None)
-                found.append(futures[at].result() if futures else self._of_row(columns))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            self._cache.write()
+    found: list[tuple[RowImage, ...] | RowError] = []
+    if alone:
+        for at, columns in enumerate(rows):
+            begin(at)
+            found.append(_of_row(columns, open_file))
         return found
+    threads = ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS), thread_name_prefix="reflogp-images")
+    try:
+        images = threads.map(_of_row, rows, repeat(open_file))
+        for _ in rows:
+            begin(None)
+            found.append(next(images))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+    return found
 
-    def _of_row(self, columns: dict[str, Any]) -> tuple[RowImage, ...] | RowError:
-        try:
-            return tuple(self._image(name, value) for name, value in images_of(columns))
-        except RowError as error:
-            return error
 
-    def _image(self, name: str, value: Any) -> RowImage:
-        if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
-            value.load()
-            return RowImage(pixel_digest(value), kind_of_image(value), value)
-        if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
-            value = value["bytes"] if value.get("bytes") is not None else value["path"]
-        if isinstance(value, str) and value.startswith("data:"):
-            value = _data_uri(name, value)
-        path: str | None = None
-        if isinstance(value, str):
-            if "://" in value:
-                raise RowError(f"{name} is a URL ({value[:80]}); download the image and use its path or its bytes")
-            path, value = value, _read(name, value, self._open_file)
-        if not isinstance(value, bytes):
-            raise RowError(f"{name} has type {type(value).__name__}; expected bytes, a path, a data URI or a PIL image")
-        key = self._cache.key(value)
-        known = self._cache.get(key)
-        if known is None:
-            try:
-                image = decoded(value)
-            except RowError as error:
-                raise type(error)(f"{name}: {error}") from None
-            known = pixel_digest(image), kind_of_image(image)
-            self._cache.put(key, *known)
-        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file))
+def _of_row(columns: dict[str, Any], open_file: OpenFile) -> tuple[RowImage, ...] | RowError:
+    try:
+        return tuple(_image(name, value, open_file) for name, value in images_of(columns))
+    except RowError as error:
+        return error
+
+
+def _image(name: str, value: Any, open_file: OpenFile) -> RowImage:
+    if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
+        value.load()
+        return RowImage(pixel_digest(value), kind_of_image(value), value)
+    if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
+        value = value["bytes"] if value.get("bytes") is not None else value["path"]
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _data_uri(name, value)
+    path: str | None = None
+    if isinstance(value, str):
+        if "://" in value:
+            raise RowError(f"{name} is a URL ({value[:80]}); download the image and use its path or its bytes")
+        path, value = value, _read(name, value, open_file)
+    if not isinstance(value, bytes):
+        raise RowError(f"{name} has type {type(value).__name__}; expected bytes, a path, a data URI or a PIL image")
+    try:
+        image = decoded(value)
+    except RowError as error:
+        raise type(error)(f"{name}: {error}") from None
+    source = value if path is None else ImageFile(path, content_digest(value), len(value), open_file)
+    return RowImage(pixel_digest(image), kind_of_image(image), source)
 
 
 @cache
@@ -229,7 +212,6 @@ def decoded(data: bytes) -> Image:
 
 
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
-    """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read."""
     try:
         descriptor = open_file(path)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -245,10 +227,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
-    """Return the approximate number of bytes of memory that a row's images occupy.
-
-    For an image that is given as a path, the file's content is not counted.
-    """
+    """Return the approximate number of bytes of memory that a row's images occupy, without the content of files."""
     size = 0
     for name in IMAGE_COLUMNS:
         value = columns.get(name)

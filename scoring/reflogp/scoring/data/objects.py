@@ -15,19 +15,15 @@ from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, rows_of_table, without_decoding
 from reflogp.scoring.data.shape import TEXT_COLUMNS
 from reflogp.store import UsageError
+from reflogp.store.images import IMAGE_COLUMNS
 
 #: Name that messages use for a dataset that was passed as a Python object.
 _NAME = "the dataset"
 
 
 def open_dataset(dataset: Any) -> RowSource:
-    """Open a dataset of any supported type, and return a source of its rows.
-
-    Args:
-        dataset: a path, a dataset's name on the Hugging Face Hub, a `datasets.Dataset` or `IterableDataset`, a pandas or Polars
-            data frame, a `pyarrow.Table`, or a list of dicts. For a path or a name, the train split is read. An output format
-            that was set with `set_format` or `with_format` is ignored. This function does not check which columns the dataset
-            has.
+    """Open a dataset of any supported type. Of a path or a name, the train split is read. An output format that was set with
+    `set_format` or `with_format` is ignored.
 
     Raises:
         DatasetError: the path or the dataset on the Hub cannot be opened.
@@ -48,7 +44,7 @@ def open_dataset(dataset: Any) -> RowSource:
             )
         return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
-        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
+        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
             raise UsageError(f"the data frame's column names are not unique: {', '.join(map(str, dataset.columns))}")
@@ -56,7 +52,9 @@ def open_dataset(dataset: Any) -> RowSource:
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        return _ObjectRows(lambda: _with_types(iter(dataset), _text_of_list, dataset), len(dataset))
+        # in a dataset with images, rows without an image are tokenized in the same way as those with one
+        images = {name: None for name in IMAGE_COLUMNS if any(name in row for row in dataset)}
+        return _ObjectRows(lambda: _with_types(({**images, **row} for row in dataset), _text_of_list, dataset), len(dataset))
     raise UsageError(
         f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: pass a path, a dataset's name "
         "on the Hugging Face Hub, a datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a "
@@ -91,9 +89,7 @@ def _with_types(rows: Iterator[dict[str, Any]], text_of: Callable[[Any], Any], d
     """Yield rows whose columns of text have the types that `datasets` gives them, such as nulls for missing keys.
 
     If the columns do not fit the types of `datasets`, so that no trainer can read them, the rows are yielded unchanged.
-
-    Args:
-        text_of: function that returns the columns of text of `dataset` as a `datasets.Dataset`.
+    `text_of` returns the columns of text of `dataset` as a `datasets.Dataset`.
     """
     try:
         text = text_of(dataset)
@@ -140,35 +136,15 @@ def _plain(value: Any) -> Any:
 
 
 class _ObjectRows(RowSource):
-    """The rows of a dataset that was passed as a Python object.
-
-    Args:
-        rows: function that returns an iterator over all rows.
-        count: number of rows, or 0 if the number is unknown.
-        stream: True for a stream, which may be endless. `has_column` then returns None without reading any rows.
-    """
-
-    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:
+    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int) -> None:
         self.name = _NAME
-        self.split = "train"
-        self.format = "json"
-        self.files = ()
-        self._check = None
-        self._dataset = None
-        self._numbers = None
-        self._identities = {}
         self.open_image = below(None)
+        self._identities = {}
         self._make = rows
-        self._count = count
-        self._stream = stream
+        self._count = count  # 0 if it is unknown
 
     def count(self) -> int:
-        """Return the number of rows, or 0 if the number is unknown."""
         return self._count
-
-    def has_column(self, *names: str) -> bool | None:
-        """See RowSource.has_column."""
-        return None if self._stream else super().has_column(*names)
 
     def _read(self) -> Iterator[tuple[dict[str, Any] | None, str | None, int]]:
         for row in self._make():

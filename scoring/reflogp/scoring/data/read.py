@@ -5,12 +5,8 @@ A row that cannot be read is yielded as a `Row` with an error message, so that t
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,7 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.files import BATCH_ROWS, COMPRESSIONS, JsonRow, LocalFiles, open_builder
+from reflogp.scoring.data.files import BATCH_ROWS, COMPRESSIONS, LocalFiles, contains_array, lines_of, open_builder
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError, UsageError
@@ -45,11 +41,6 @@ SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow (the first three ca
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows exceed this many bytes in total.
 _BATCH_BYTES = 256 << 20
-#: Number of bytes of a text file that are read at once.
-_CHUNK = 1 << 20
-#: A JSON escape that may be half of a surrogate pair.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_SPACE = re.compile(r"[ \t\n\r]*")
 
 #: A row as it was read: (columns, error message, size in bytes). The columns are None for an unreadable row, the error message
 #: is None for a readable row, and the size is 0 if it is unknown.
@@ -58,14 +49,10 @@ _Read = tuple[dict[str, Any] | None, str | None, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset.
+    """A row with its number in the dataset, from 0: its columns, or the problem that makes it unreadable.
 
     Attributes:
-        number: row number in the dataset, starting at 0.
-        columns: columns of the row; None for an unreadable row.
-        problem: the reason why the row is unreadable; None for a readable row.
-        size: approximate size of the row in bytes. Only the images are counted for saved datasets, hub datasets and Python
-            objects.
+        size: approximate size in bytes. Only the images are counted for saved datasets, hub datasets and Python objects.
     """
 
     number: int
@@ -93,16 +80,22 @@ class RowSource:
         is_fetched: whether the files of a folder are those of the split alone, under names that do not say so.
 
     Attributes:
-        name: the argument `data`, which is shown in messages.
-        split: the argument `split`.
-        format: format of the files. It is "folder" for a saved dataset, "arrow" for one that is `confined`, and "hub" for a hub
-            dataset.
-        files: the files that are read; empty if `format` is "folder" or "hub".
-        open_image: the argument `open_image`, or the function that is used if the argument is None.
+        name: the argument `data`, for messages.
+        format: format of the files; "folder" for a saved dataset, but "arrow" for one that is `confined`.
+        files: the files that are read; empty for the formats "folder" and "hub".
 
     Raises:
         DatasetError: the dataset cannot be opened.
     """
+
+    name: str
+    split = "train"
+    format: FileFormat = "json"
+    files: tuple[Path, ...] = ()
+    _check: Callable[[], None] | None = None
+    _dataset: Any = None
+    _schema: pa.Schema | None = None
+    _numbers: frozenset[int] | None = None
 
     def __init__(
         self,
@@ -116,11 +109,7 @@ class RowSource:
         self.name = data
         self.split = split
         self._check = check
-        self._dataset: Any = None
-        self._schema: pa.Schema | None = None
-        self._numbers: frozenset[int] | None = None
         path = self._path = _downloaded(data) if data.startswith(SCHEME) and not confined else Path(data).expanduser()
-        self.files: tuple[Path, ...] = ()
         if path.is_dir():
             self.format, self.files = _folder_format(path, split, is_fetched)
         elif path.is_file():
@@ -144,112 +133,54 @@ class RowSource:
         self.open_image = open_image or below(self.files[0].parent if self.files else None)
 
     def __iter__(self) -> Iterator[Row]:
-        for number, (columns, problem, size) in enumerate(self._rows()):
+        for number, (columns, problem, size) in enumerate(self._read()):
+            if self._check is not None:
+                self._check()
             if self._numbers is None or number in self._numbers:
                 yield Row(number, columns, problem, size)
 
     def only(self, numbers: Iterable[int]) -> RowSource:
-        """Return a copy of this source that yields only the rows with these numbers.
-
-        The rows keep their numbers. `count` and `has_column` still cover all rows of the dataset. If `schema` reads metadata,
-        it also covers all rows. Otherwise, it covers only the rows with these numbers.
-        """
+        """Return a copy of this source that yields only the rows with these numbers. `count` still covers all rows."""
         some = copy(self)
         some._numbers = frozenset(numbers)
         return some
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError if a local file was written to, replaced or deleted after the dataset was opened.
-
-        If you read the dataset more than once, call this method before you publish a result.
-        """
+        """Raise FileChangedError if a local file was written to, replaced or deleted after the dataset was opened. If you read
+        the dataset more than once, call this method before you publish a result."""
         require_unchanged(self._identities)
 
     def count(self) -> int:
-        """Return the number of rows, including unreadable rows.
-
-        For Parquet files, saved datasets and hub datasets, the number is read from metadata. In all other formats, the rows are
-        read and counted; Arrow files are not decoded for it unless they are compressed.
-        """
+        """Return the number of rows, including unreadable rows. Except for Parquet files and datasets of `datasets`, the rows
+        are read for it."""
         if self._dataset is not None:
             return len(self._dataset)
-        if self.format == "jsonl" and not self.is_json_array():
-            return sum(1 for _ in self._lines())
-        if self.format == "parquet":
-            return sum(_rows_of_parquet(file) for file in self.files)
-        if self.format == "arrow":
-            return sum(_rows_of_arrow(file) for file in self.files)
-        return sum(1 for _ in self._rows())
+        try:
+            if self.format == "parquet":
+                return sum(int(pq.read_metadata(file).num_rows) for file in self.files)
+            if self.format == "jsonl" and not self.is_json_array():
+                return sum(1 for file in self.files for _ in lines_of(file))
+        except (OSError, pa.ArrowException) as error:
+            raise DatasetError(f"{self.name} cannot be read as {self.format}: {shortened(str(error))}") from error
+        return sum(1 if isinstance(item, str) else len(item) for item in self._local_files())
 
     def count_unless_in_memory(self) -> int | None:
         """Return the number of rows, or None for a JSON array, which would be in memory as a whole once more."""
         return None if self.is_json_array() else self.count()
 
     def is_json_array(self) -> bool:
-        """Return True if a file contains a JSON array, which is read into memory as a whole."""
-        if self.format not in ("json", "jsonl"):
-            return False
-        for file in self.files:
-            with _as_dataset_error(file, self.format), open_text(file) as reader:
-                if reader.peek().lstrip().startswith(b"["):
-                    return True
-        return False
+        return self.format in ("json", "jsonl") and any(map(contains_array, self.files))
 
     def _local_files(self) -> LocalFiles:
-        def read_json(file: Path) -> Iterator[JsonRow]:
-            with _as_dataset_error(file, self.format):
-                yield from _json(file)
+        return LocalFiles(self._path, "folder" if self._path.is_dir() else self.format, self.split, self.files)
 
-        form = "folder" if self._path.is_dir() else self.format
-        return LocalFiles(self._path, form, self.split, self.files, read_json if self.format in ("jsonl", "json") else None)
-
-    def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
-        """Return the Arrow schema of the readable rows' columns.
-
-        The schema of local files, saved datasets and hub datasets is that of `datasets`. For other rows, all rows are read.
-
-        Args:
-            usable: function that takes a row's columns and returns False if the row must not affect the schema. It is called
-                only if all rows are read.
-
-        Raises:
-            DatasetError: a column's values do not fit a single Arrow type.
-        """
+    def schema(self) -> pa.Schema:
+        """Return the Arrow schema of a path's or hub dataset's rows, which is that of `datasets`."""
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
-        if self.files:
-            return self._local_schema()
-        schemas: list[pa.Schema] = []
-        for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
-            # Table.from_pylist would use only the columns of the first row.
-            names = dict.fromkeys(name for row in rows for name in row.columns or {})
-            try:
-                found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
-                schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
-            except (pa.ArrowException, OverflowError) as error:
-                raise DatasetError(
-                    f"{self.name}: a column's values do not fit a single Arrow type: {shortened(str(error))}"
-                ) from error
-        return schemas[0] if schemas else pa.schema([])
-
-    def has_column(self, *names: str) -> bool | None:
-        """Return True if any row of the dataset has one of these columns, even if the column's value is null.
-
-        The columns of local files, saved datasets and hub datasets are those of `datasets`. Of other rows, rows are read until
-        one has such a column. For a `datasets.IterableDataset`, the result is None, because the search might
-        never end.
-        """
-        if self._dataset is not None:
-            return any(name in self._dataset.column_names for name in names)
-        if self.files:
-            return any(name in self._local_schema().names for name in names)
-        return any(name in (columns or {}) for columns, _, _ in self._rows() for name in names)
-
-    def _rows(self) -> Iterator[_Read]:
-        for read in self._read():
-            if self._check is not None:
-                self._check()
-            yield read
+        if self._schema is None:
+            self._schema = next((item.schema for item in self._local_files() if isinstance(item, pa.Table)), pa.schema([]))
+        return self._schema
 
     def _read(self) -> Iterator[_Read]:
         if self._dataset is not None:
@@ -262,17 +193,6 @@ class RowSource:
                 self._schema = item.schema
                 size = item.nbytes // max(1, len(item))
                 yield from ((columns, None, size) for columns in rows_of_table(item))
-
-    def _local_schema(self) -> pa.Schema:
-        """Return the schema of all rows of local files, which is that of the first rows."""
-        if self._schema is None:
-            self._schema = next((item.schema for item in self._local_files() if isinstance(item, pa.Table)), pa.schema([]))
-        return self._schema
-
-    def _lines(self) -> Iterator[bytes]:
-        for file in self.files:
-            with _as_dataset_error(file, self.format), open_text(file) as reader:
-                yield from (line for line in reader if line.strip())
 
 
 def rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -295,7 +215,7 @@ def table_of_rows(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset` in the dataset's output format. Rows are read in batches.
+    """Yield the rows of a `datasets.Dataset` in the dataset's output format.
 
     Images are yielded as {"bytes": …, "path": …}, without being decoded. The exception is a column with a fixed mode, such as
     RGB: its images are decoded, because `datasets` converts them to that mode.
@@ -316,10 +236,6 @@ def without_decoding(dataset: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a `datasets` feature with image decoding turned off, except for images with a fixed mode.
-
-    Return `feature` itself if nothing has to be changed.
-    """
     import datasets
 
     if isinstance(feature, datasets.Image):
@@ -355,25 +271,10 @@ def dataset_suffix(name: str) -> str | None:
     return suffix + packed if found in _TEXT or (found and not packed) else None
 
 
-@contextmanager
-def _as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
-    try:
-        yield
-    except MemoryError:  # which may be an ArrowException too
-        raise
-    except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError) as error:
-        raise DatasetError(
-            f"{file} cannot be read as {form}: {shortened((str(error) or type(error).__name__).splitlines()[0])}"
-        ) from error
-
-
 def _file_format(path: Path) -> FileFormat:
     suffix = dataset_suffix(path.name)
     if suffix is None:
-        raise DatasetError(
-            f"{path}: unknown file type; the name must end in one of {', '.join(_SUFFIXES)} (the first four can be compressed, "
-            "such as .jsonl.gz)"
-        )
+        raise DatasetError(f"{path}: unknown file type; the name must end in {SUFFIXES_IN_WORDS}")
     return _SUFFIXES[f".{suffix.split('.')[1]}"]  # without the suffix of a compression
 
 
@@ -381,9 +282,6 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
     """Return the format and the files of a split of a folder.
 
     `datasets` decides which files belong to a split: by metadata in a README.md, or by names such as train-00000.parquet.
-
-    Args:
-        is_fetched: see RowSource.
     """
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "folder", ()
@@ -405,10 +303,6 @@ def _folder_format(folder: Path, split: str, is_fetched: bool) -> tuple[FileForm
 
 
 def _downloaded(uri: str) -> Path:
-    """Download a file from the Hub, unless it is in the Hub's cache, and return its local path.
-
-    Raises DatasetError if the URI is invalid, the file's suffix is unsupported, or the download fails.
-    """
     try:
         file = HubFile.parse(uri)
         if dataset_suffix(file.path) is None:
@@ -438,140 +332,21 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
 
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files that a saved dataset's state.json lists.
-
-    Raises DatasetError if the dataset lacks the split, if its metadata cannot be read, or if the name of a file or of the split
-    could refer to a path outside the folder.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
-        if split not in splits:
-            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(splits)}")
-        folder = folder / _plain_name(split, folder)
-    listed = _state(folder / "state.json").get("_data_files", [])
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
-    return tuple(folder / _plain_name(name, folder) for name in names)
-
-
-def _state(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a metadata file of a saved dataset.
-
-    Raises DatasetError if the file cannot be read or does not contain a JSON object, or if the object's field `splits` or
-    `_data_files` is not a list.
-    """
+    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError if the name of a file or of the split
+    could refer to a path outside the folder."""
     try:
-        with file.open("rb") as raw:
-            state = json.load(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
-    if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} has unexpected content")
-    return state
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+            if split not in splits:
+                raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; choose from {', '.join(map(str, splits))}")
+            folder = folder / _plain_name(split, folder)
+        listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return tuple(folder / _plain_name(entry["filename"], folder) for entry in listed)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        raise DatasetError(f"{folder} is not a saved dataset: its description cannot be read") from error
 
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
         raise DatasetError(f"the saved dataset {folder} contains an invalid file or split name: {name!r}")
     return name
-
-
-@contextmanager
-def open_text(file: Path) -> Iterator[io.BufferedReader]:
-    """Open a text file after its byte order mark, if it has one, and decompress it according to its suffix."""
-    with pa.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())) as stream:
-        reader: Any = io.BufferedReader(stream, _CHUNK)
-        if reader.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # as Excel and PowerShell write it
-            reader.read(len(codecs.BOM_UTF8))
-        yield reader
-
-
-def _json_row(line: bytes) -> JsonRow:
-    """Return the row that a line of JSON contains.
-
-    The row is unreadable if the line is not a JSON object, contains an unpaired surrogate or is nested too deeply.
-    """
-    try:
-        text = line.decode(json.detect_encoding(line))
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON: {error}"
-    return _object(value, text)
-
-
-def _object(value: Any, text: str) -> JsonRow:
-    """Convert a JSON value, decoded from `text`, to a row."""
-    if not isinstance(value, dict):
-        return None, f"the row has type {type(value).__name__}; expected a JSON object"
-    problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
-    return (value, None) if problem is None else (None, problem)
-
-
-def _surrogate_problem(value: Any) -> str | None:
-    """Return an error message if the value contains an unpaired surrogate or is nested too deeply, otherwise None.
-
-    Two escapes that form a surrogate pair are valid, because the JSON decoder turns them into one character.
-    """
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "the row contains an unpaired surrogate (such as \\ud800), which UTF-8 cannot encode"
-    except RecursionError:
-        return "the row is nested too deeply"
-    return None
-
-
-def _json(file: Path) -> Iterator[JsonRow]:
-    """Yield the rows of a JSON file, which contains an array of objects (decoded one at a time) or JSON Lines."""
-    with open_text(file) as reader:
-        while (head := reader.peek()) and not head.strip():
-            reader.read(len(head))
-        if not head.lstrip().startswith(b"["):
-            yield from (_json_row(line) for line in reader if line.strip())
-            return
-        content = reader.read()
-    try:
-        text = content.decode(json.detect_encoding(content))
-        del content
-        yield from _json_array(text)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{file} is not JSON: {error}") from error
-
-
-def _json_array(text: str) -> Iterator[JsonRow]:
-    """Yield the rows of a JSON array. Raises ValueError if the text is not a JSON array."""
-    decode = json.JSONDecoder().raw_decode
-
-    def skip(at: int) -> int:
-        found = _SPACE.match(text, at)
-        return found.end() if found else at
-
-    at = skip(skip(0) + 1)
-    if text[at : at + 1] != "]":
-        while True:
-            begin = at
-            value, at = decode(text, begin)
-            yield _object(value, text[begin:at])
-            at = skip(at)
-            if text[at : at + 1] == "]":
-                break
-            if text[at : at + 1] != ",":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-            at = skip(at + 1)
-    if skip(at + 1) != len(text):
-        raise json.JSONDecodeError("Extra data", text, at + 1)
-
-
-def _rows_of_parquet(file: Path) -> int:
-    with _as_dataset_error(file, "parquet"):
-        return int(pq.ParquetFile(file).metadata.num_rows)
-
-
-def _rows_of_arrow(file: Path) -> int:
-    """Return the number of rows in an Arrow file or stream. Only compressed batches are decoded."""
-    with _as_dataset_error(file, "arrow"), pa.memory_map(str(file)) as source:
-        try:
-            reader = pa.ipc.open_file(source)
-            return sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-        except pa.ArrowInvalid:
-            source.seek(0)
-            return sum(batch.num_rows for batch in pa.ipc.open_stream(source))

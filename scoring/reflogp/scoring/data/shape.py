@@ -41,11 +41,9 @@ class RowLimitError(RowError):
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its completions, as text or as messages.
+    """A prompt and its completions, as text or as messages: (chosen, rejected) of a pair, or (completion,) of a KTO example.
 
     Attributes:
-        prompt: text, or a list of messages.
-        completions: (chosen, rejected) for a pair, or (completion,) for a KTO example.
         template_kwargs: variables for the chat template in addition to the messages: `tools` and the row's
             chat_template_kwargs. Parameters of apply_chat_template that change the template, the encoding or the rendered
             messages are never included.
@@ -61,10 +59,6 @@ class Example:
 
 
 def detect_format(columns: dict[str, Any]) -> Format:
-    """Return the format of a row with these columns.
-
-    Raises DatasetError if the columns match no format. The message lists the columns.
-    """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
         return "tokens"
@@ -83,12 +77,8 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the columns that contain the completions' token ids once a dataset of this format is tokenized.
-
-    Args:
-        form: the dataset's format.
-        first: columns of the dataset's first row that matches this format.
-    """
+    """Return the names of the columns that contain the completions' token ids once a dataset of this format is tokenized, given
+    the columns of its first row that matches this format."""
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
     if form == "tokens" and first.get("KL_completion_ids") is not None:
@@ -100,8 +90,6 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     """Return a row's examples. A row is one example, but a pair that is read as KTO data becomes two examples, as in TRL.
 
     Args:
-        columns: the row's columns.
-        form: the dataset's format.
         images: True if the caller processes the row's images and checks the content parts of messages itself. If False,
             RowError is raised for a row with images, video or audio.
 
@@ -139,9 +127,7 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Remove the common prefix of chosen and rejected, and use it as the prompt. Return (prompt, chosen, rejected).
-
-    `chosen` and `rejected` are texts or lists of messages.
+    """Return (prompt, chosen, rejected), given two texts or lists of messages: the prompt is their common prefix.
 
     The prompt ends where TRL's extract_prompt ends it, including in edge cases. If it ended elsewhere, the row's keys would
     differ from the keys that a TRL trainer computes. A space before the first difference belongs to the completions. If
@@ -244,3 +230,49 @@ def reserved_kwargs() -> frozenset[str]:
             if parameter.kind is not parameter.VAR_KEYWORD:
                 parameters.add(name)
     return frozenset(parameters - _DATA_PARAMETERS)
+
+
+def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]:
+    """Return what a user should know about a dataset that can be scored but is probably not meant so.
+
+    `rows` are its first rows, and `tokenizer` is None if a processor makes the tokens.
+    """
+    columns = [name for name in ("prompt", "chosen", "rejected", "completion") if any(name in row for row in rows)]
+    notes = []
+    as_json = [name for name in columns if any(_is_messages_as_json(row.get(name)) for row in rows)]
+    if as_json:
+        notes.append(
+            f"messages as JSON text in {shortened_names(as_json)} are read as plain text, without the chat template, as a "
+            "trainer reads them; for conversations, decode the cells (json.loads) and save the rows as JSON Lines or Parquet"
+        )
+    others = sorted({str(name) for row in rows for name, value in row.items() if isinstance(value, str)} - set(columns))
+    if others and all(_has_no_prompt(row) for row in rows):
+        notes.append(
+            "the rows have no prompt: prompts are read from a column named prompt, but the file has "
+            f"{shortened_names(others)}; rename the column with the prompts"
+        )
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if "strftime_now" in template and any(is_conversational(*(row.get(name) for name in columns)) for row in rows):
+        notes.append(
+            "the chat template prints the date (strftime_now), so the tokens and keys of all rows change every day: train on "
+            "the same day, or use a template with a fixed date (--chat-template)"
+        )
+    return tuple(notes)
+
+
+def _is_messages_as_json(value: Any) -> bool:
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return False
+    try:
+        return is_conversational(json.loads(value))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _has_no_prompt(row: dict[str, Any]) -> bool:
+    if "prompt" in row or not all(isinstance(row.get(name), str) for name in ("chosen", "rejected")):
+        return not row.get("prompt")
+    try:
+        return not split_implicit_prompt(row["chosen"], row["rejected"])[0]
+    except RowError:
+        return True

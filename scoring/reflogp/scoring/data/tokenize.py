@@ -7,7 +7,6 @@ import trl.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,18 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.encode import tokenize_rows
-from reflogp.scoring.data.images import ImageReader, RowImage
-from reflogp.scoring.data.notes import dataset_notes
-from reflogp.scoring.data.pixel_cache import PixelCache
+from reflogp.scoring.data.images import OpenFile, RowImage, read_images
 from reflogp.scoring.data.read import Row, RowSource, batched
-from reflogp.scoring.data.shape import Format, RowError, RowLimitError, Tokens, detect_format, output_columns, token_row
+from reflogp.scoring.data.shape import (
+    Format,
+    RowError,
+    RowLimitError,
+    Tokens,
+    dataset_notes,
+    detect_format,
+    output_columns,
+    token_row,
+)
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -37,16 +43,15 @@ class TokenizedRows:
 
     Attributes:
         table: table with the columns `row` (row number in the dataset, int64) and `prompt_ids`, and one column for each
-            completion. Pairs that are not read as KTO data have `chosen_ids` and `rejected_ids`. All other rows have
-            `completion_ids` and, in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
-        rows: original columns of each row of the table, as read from the dataset, in the table's order; empty in a service's
-            jobs.
+            completion: `chosen_ids` and `rejected_ids` for pairs that are not read as KTO data, otherwise `completion_ids` and,
+            in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
+        rows: original columns of each row of the table; empty in a service's jobs.
         problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
-        images: the images of each row of the table, in the table's order; empty for a text-only dataset.
-        vision: processor that converts the images' pixels into the model's inputs; None for a text-only dataset.
-        notes: sentences about the dataset that a user should read; in the first window with a readable row (see notes.py).
+        images: the images of each row of the table; empty for a text-only dataset.
+        vision: converts the images' pixels into the model's inputs; None for a text-only dataset.
+        notes: sentences about the dataset that a user should read; in the first window with a readable row.
     """
 
     table: pa.Table
@@ -63,7 +68,6 @@ class TokenizedRows:
         return len({*self.table["row"].to_pylist(), *self.problems})
 
     def tokens(self) -> int:
-        """Return the total number of tokens in all prompts and completions."""
         return sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in self.table.columns[1:])
 
 
@@ -72,7 +76,7 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTok
 
     Raises TokenizerError if no tokenizer can be loaded, and FileChangedError if the tokenizer's files change during loading.
     """
-    return read_tokenizer_files(model).load(trust_remote_code)
+    return read_tokenizer_files(model, trust_remote_code).load()
 
 
 def tokenize_dataset(
@@ -89,7 +93,6 @@ def tokenize_dataset(
     """Tokenize a dataset, `window` rows at a time, in bounded memory.
 
     Args:
-        source: the dataset.
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
@@ -97,12 +100,9 @@ def tokenize_dataset(
             several rows begins. It can stop the work by raising an error.
         alone: tokenize every row by itself, so that `begin` always names the row; slower.
         after: number of the last row of a window. This window and earlier ones are read, but not tokenized and not yielded.
-        load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If any row of
-            the dataset has such a column, all rows are treated as pairs with images. If load_vision is None or returns None,
-            rows that contain images are listed in TokenizedRows.problems.
-
-    Yields:
-        The rows of one window, in the dataset's order.
+        load_vision: function that loads the model's image processor, for pairs with a column `image` or `images`. If the first
+            rows have such a column, all rows are treated as pairs with images. If load_vision is None or returns None, rows
+            that contain images are listed in TokenizedRows.problems.
 
     Raises:
         DatasetError: no row is readable; no row has columns that match the format (only the first window that contains readable
@@ -112,47 +112,44 @@ def tokenize_dataset(
     """
     outputs: tuple[str, ...] | None = None
     why = "the dataset is empty"
-    images: _Images | None = None
+    vision: VisionProcessor | None = None
     may_come = False
     notes: tuple[str, ...] = ()
-    with ExitStack() as stack:
-        for rows in batched(source, window):
-            if outputs is None and any(row.columns is not None for row in rows):
-                form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
-                if form != "tokens":
-                    notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
-                    vision = None
-                    if form == "preference" and load_vision is not None:
-                        vision, may_come = _vision(source, rows, load_vision)
-                    if vision is not None:
-                        images = _Images(vision, ImageReader(source.open_image, stack.enter_context(PixelCache())))
-                    if tokenizer is None and images is None:
-                        raise TokenizerError("text rows need a tokenizer")
-            if outputs is None and rows[0].number == 0:
-                why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
-            if rows[-1].number <= after:
-                notes = ()
-                continue
-            if form is None or outputs is None:
-                problems = {row.number: shortened(row.problem or "") for row in rows}
-                yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
-                continue
-            if may_come and _have_images(rows):
-                first = next(row.number for row in rows if _have_images([row]))
-                raise DatasetError(
-                    f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
-                    "text; add a column named images, with an empty list, to the stream's first row"
-                )
-            yield replace(_tokenize_window(rows, form, outputs, tokenizer, images, begin, alone), notes=notes)
+    for rows in batched(source, window):
+        if outputs is None and any(row.columns is not None for row in rows):
+            form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
+            if form != "tokens":
+                notes = dataset_notes([row.columns for row in rows if row.columns is not None], tokenizer)
+                may_come = form == "preference" and not _have_images(rows)
+                vision = load_vision() if form == "preference" and load_vision and not may_come else None
+                if tokenizer is None and vision is None:
+                    raise TokenizerError("text rows need a tokenizer")
+        if outputs is None and rows[0].number == 0:
+            why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
+        if rows[-1].number <= after:
             notes = ()
+            continue
+        if form is None or outputs is None:
+            problems = {row.number: shortened(row.problem or "") for row in rows}
+            yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
+            continue
+        if may_come and _have_images(rows) and load_vision and load_vision():
+            first = next(row.number for row in rows if _have_images([row]))
+            raise DatasetError(
+                f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "
+                "text; add a column named images, with an empty list, to the stream's first row"
+            )
+        done = _tokenize_window(rows, form, outputs, tokenizer, vision, source.open_image, begin, alone)
+        yield replace(done, notes=notes)
+        notes = ()
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the dataset's format, and the names of the completion columns in `TokenizedRows.table`.
+    """Return the dataset's format, and the names of the completion columns.
 
-    The format and the names are determined by the first row whose columns match `form` (any format if `form` is None). If
+    They are determined by the first row whose columns match `form` (any format if `form` is None). If
     `form` is "kto", pairs match it too. If no row matches, raises DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
@@ -170,41 +167,6 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
     raise error
 
 
-@dataclass(frozen=True)
-class _Images:
-    """The image processor and the image reader for a dataset with images."""
-
-    vision: VisionProcessor
-    reader: ImageReader
-
-
-def _vision(
-    source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
-) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor, and whether later rows of a stream may have images.
-
-    The processor is None if no column of images is found, or if the model accepts only text.
-
-    Args:
-        source: the dataset. If no row in `rows` has a column of images, the rest of the dataset is searched for such a column,
-            unless the dataset is a stream or the model accepts only text.
-        rows: the dataset's first rows.
-        load_vision: see `tokenize_dataset`. A TokenizerError from `load_vision` is ignored if no column of images is found.
-    """
-    if _have_images(rows):
-        return load_vision(), False
-    found: bool | None = False
-    try:
-        vision = load_vision()
-        if vision is not None:
-            found = source.has_column(*IMAGE_COLUMNS)
-    except TokenizerError:
-        vision, found = None, source.has_column(*IMAGE_COLUMNS)
-        if found:
-            raise
-    return vision if found else None, found is None
-
-
 def _have_images(rows: list[Row]) -> bool:
     return any(name in (row.columns or {}) for row in rows for name in IMAGE_COLUMNS)
 
@@ -214,7 +176,8 @@ def _tokenize_window(
     form: Format,
     outputs: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase | None,
-    images: _Images | None,
+    vision: VisionProcessor | None,
+    open_image: OpenFile,
     begin: Callable[[int | None], None],
     alone: bool,
 ) -> TokenizedRows:
@@ -230,11 +193,11 @@ def _tokenize_window(
     def begin_at(at: int | None) -> None:
         begin(None if at is None else readable[at].number)
 
-    opened = None if images is None else images.reader.read(columns, begin_at, alone)
+    opened = None if vision is None else read_images(columns, open_image, begin_at, alone)
     if form == "tokens":
         found = _token_rows(columns, outputs, begin_at)
     else:
-        made_by: Any = tokenizer if images is None else images.vision.tokens
+        made_by: Any = tokenizer if vision is None else vision.tokens
         found = tokenize_rows(columns, form, made_by, opened, begin_at, alone)
     kept_images: list[tuple[RowImage, ...]] = []
     numbers: list[int] = []
@@ -254,7 +217,6 @@ def _tokenize_window(
                 of_row = opened[at]
                 assert not isinstance(of_row, RowError)
                 kept_images.append(of_row)
-    vision = None if images is None else images.vision
     table, sorted_problems = _table(numbers, ids, outputs), dict(sorted(problems.items()))
     return TokenizedRows(table, kept, sorted_problems, rows[-1].number, limited, kept_images, vision)
 
@@ -290,11 +252,8 @@ def chosen_tokenizer(
     """Load the tokenizer for a reference model.
 
     Args:
-        model: the reference model's folder.
         tokenizer: folder or hub id of a different tokenizer; None for the model's tokenizer.
-        chat_template: path of a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's
-            template.
-        trust_remote_code: whether to run code from the tokenizer's folder.
+        chat_template: path of a file with a Jinja template that replaces the tokenizer's template.
 
     Raises:
         TokenizerError: no tokenizer can be loaded.
@@ -315,10 +274,8 @@ def chosen_processor(
 ) -> VisionProcessor | None:
     """Load the processor for pairs with images. Return None if the model accepts only text, or if there are no processor files.
 
-    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's.
-
-    The arguments are the same as for `chosen_tokenizer`. Raises UsageError in the same cases, and TokenizerError if the
-    processor cannot be loaded.
+    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's. Raises UsageError in the
+    same cases as `chosen_tokenizer`, and TokenizerError if the processor cannot be loaded.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)

@@ -36,13 +36,9 @@ class TokenizedDataset:
     """The rows of a dataset as token ids. The object can be iterated over any number of times.
 
     Args:
-        source: the dataset.
         load: function that returns the tokenizer. It is called at most once, before the first row is tokenized.
         form: the dataset's format; None to detect it.
         load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
-
-    Attributes:
-        source: the argument `source`.
     """
 
     def __init__(
@@ -61,22 +57,16 @@ class TokenizedDataset:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The dataset's tokenizer, which is loaded on first use."""
         return self._load()
 
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
-        """Return a view that contains only the rows with these numbers (see RowSource.only).
-
-        The method `stop` of this object does not stop the view's iterations.
-        """
+        """Return a view of the rows with these numbers, whose iterations `stop` of this object does not stop."""
         return TokenizedDataset(self.source.only(numbers), lambda: self.tokenizer, self._form, load_vision=self._load_vision)
 
     def stop(self) -> None:
-        """Stop all iterations, in any thread: the current iterations and all later ones raise StoppedError."""
         self._stopped.set()
 
     def count(self) -> int | None:
-        """Return the number of rows, including unreadable rows; None for a JSON array, which would be in memory twice."""
         return self.source.count_unless_in_memory()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
@@ -92,10 +82,7 @@ class TokenizedDataset:
 class RowCount:
     """The number of a dataset's rows, which is counted in another thread, because text files must be read to their end for it.
 
-    The rows of a JSON array are not counted, because the whole array would be in memory twice.
-
-    Attributes:
-        rows: number of rows, including unreadable rows; None while it is not known.
+    `rows` is None while the number is not known, and for a JSON array, because the whole array would be in memory twice.
     """
 
     def __init__(self, dataset: TokenizedWindows) -> None:

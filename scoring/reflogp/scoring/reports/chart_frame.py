@@ -23,11 +23,10 @@ PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
-    """Return the SVG of a chart: the plot with a title and a description.
+    """Return the SVG of a chart.
 
     Args:
         name: name of the chart, unique within the page. It may contain letters, digits and hyphens.
-        title: title of the chart.
         described: description of the chart for screen readers.
         plot: SVG elements inside the chart, such as grid lines, axes and bars.
     """
@@ -38,15 +37,11 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
 
 
 def message(text: str) -> Markup:
-    """Return the SVG for a message that is shown instead of an empty plot."""
     return Markup('<text class="message" x="{}" y="{}">{}</text>').format(WIDTH / 2, HEIGHT / 2, text)
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal grid lines with labels, one for each tick.
-
-    A line at or below `low` is drawn in the style of the x axis. `write` formats the labels.
-    """
+    """Return horizontal grid lines with labels. A line at or below `low` is drawn in the style of the x axis."""
     return Markup("").join(
         Markup(
             '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'
@@ -56,10 +51,7 @@ def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float
 
 
 def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
-    """Return the tick marks, tick labels and unit of the x axis, below the plot.
-
-    Ticks outside the range from `low` to `high` are left out. `write` formats the labels.
-    """
+    """Return the tick marks, tick labels and unit of the x axis. Ticks outside the range are left out."""
     floor = TOP + PLOT_HEIGHT
     shown = [tick for tick in ticks if low <= tick <= high]
     marks = Markup("").join(
@@ -72,10 +64,7 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Return evenly spaced round numbers that cover the range from `low` to `high` in about `about` steps.
-
-    If `whole` is True, all numbers are integers.
-    """
+    """Return evenly spaced round numbers (integers if `whole`) that cover the range in about `about` steps."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -86,23 +75,17 @@ def round_ticks(low: float, high: float, about: int, whole: bool = False) -> lis
 
 
 def x_at(value: float, low: float, high: float) -> float:
-    """Return the x coordinate of a value on an axis from `low` (left edge of the plot) to `high` (right edge)."""
     return LEFT + PLOT_WIDTH * (value - low) / (high - low)
 
 
 def y_at(value: float, low: float, high: float) -> float:
-    """Return the y coordinate of a value on an axis from `low` (bottom edge of the plot) to `high` (top edge)."""
     return TOP + PLOT_HEIGHT * (1 - (value - low) / (high - low))
 
 
 def written(place: float) -> str:
-    """Format a coordinate for SVG."""
     return f"{place:.2f}".rstrip("0").rstrip(".")
 
 
 def plain(value: float) -> str:
-    """Format a number for a tick or for the edge of a bar.
-
-    A number that differs from zero only by a rounding error becomes 0.
-    """
+    """Format a number. If it differs from zero only by a rounding error, it becomes 0."""
     return short_number(0.0 if abs(value) < 1e-12 else value)

@@ -8,7 +8,7 @@ module `sketches`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from reflogp.store import Join, Snapshot, UsageError
 from reflogp.store.joins import UNUSABLE, ask, join_found
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings
 
 #: Minimum similarity of a pair's completions for the report to say that they hardly differ.
@@ -56,27 +57,43 @@ class Side:
     keys: npt.NDArray[np.uint64]
 
     def means(self) -> npt.NDArray[np.float64]:
-        """Return each completion's mean log-prob per token, float64 (n,)."""
         return self.sums / np.maximum(self.tokens, 1)
 
 
 @dataclass
-class Coverage:
-    """Counts of a dataset's examples with and without values.
+class ReportSummary:
+    """The statistics and findings of a report.
 
     Attributes:
         rows: number of rows read.
-        examples: number of examples that could be tokenized, whether or not they have values. A row is one example, or two if
-            pairs are split for KTO.
+        examples: number of tokenized examples. A row is one example, or two if pairs are split for KTO.
         with_values: number of examples with log-probs.
-        missing: number of examples for which the snapshot has no values.
-        missing_row_numbers: row numbers of the first hundred examples that `missing` counts.
+        missing: number of tokenized examples whose log-probs are not in the snapshot.
+        missing_row_numbers: 0-based row numbers of the first hundred missing examples.
         bad_rows: number of rows that cannot be read or tokenized, have an empty completion, or have damaged values.
-        problems: (row number, reason) for the first hundred bad rows.
-        dropped: number of examples that TRL drops because of max_length. They are counted in `examples`, but not in
+        bad_row_numbers: 0-based row numbers of the first hundred bad rows.
+        dropped_rows: number of examples that TRL drops because of max_length. They are counted in `examples`, but not in
             `with_values` or `missing`.
-        bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
-            and has no value.
+        coverage: with_values / (with_values + missing + bad_rows).
+        accuracy: fraction of pairs whose chosen completion has the higher sum of log-probs; None for KTO or if no pair has
+            values.
+        accuracy_per_token: fraction of pairs whose chosen completion has the higher mean log-prob per token; None for KTO or if
+            no pair has values.
+        exact_duplicates: number of examples that exactly repeat an earlier example (`Duplicates.exact`).
+        contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
+        identical: number of pairs whose completions are the same (`Duplicates.identical`).
+        near_duplicates: estimated number of examples that nearly repeat an earlier example (`Duplicates.near`).
+        alike: number of pairs whose completions hardly differ but are not identical.
+        outliers: dict from each kind of outlier, such as "very unlikely completions", to its number of examples. Kinds without
+            examples are left out.
+        truncation: one dict for each max_length that the report compares. Its keys are the fields of `truncation.Cut`.
+        findings: the findings at the top of the page, as dicts with the keys `kind` ("fix", "check", "fact" or "good"), `text`
+            and `command` (None if there is no command to run).
+        seconds: number of seconds that it took to write the report.
+        reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
+        snapshot: number of the snapshot that the values were read from.
+        store: URI of the store.
+        output: path of the page.
     """
 
     rows: int = 0
@@ -85,17 +102,37 @@ class Coverage:
     missing: int = 0
     missing_row_numbers: list[int] = field(default_factory=list)
     bad_rows: int = 0
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    dropped: int = 0
-    bare: int = 0
+    bad_row_numbers: list[int] = field(default_factory=list)
+    dropped_rows: int = 0
+    coverage: float = 0.0
+    accuracy: float | None = None
+    accuracy_per_token: float | None = None
+    exact_duplicates: int = 0
+    contrary: int = 0
+    identical: int = 0
+    near_duplicates: int = 0
+    alike: int = 0
+    outliers: dict[str, int] = field(default_factory=dict)
+    truncation: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    reference_id: str = ""
+    snapshot: int = 0
+    store: str = ""
+    output: str = ""
 
-    def share(self) -> float:
-        """Return the fraction of examples that have values.
+    def __repr__(self) -> str:
+        accuracy = f", accuracy {100 * self.accuracy:.1f}%" if self.accuracy is not None else ""
+        return short_repr(
+            "ReportSummary",
+            f"{self.with_values:,} of {counted(self.examples, 'example')} with values{accuracy}",
+            *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("fix", "check")),
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store}",
+            f"{self.output}, written in {self.seconds:.1f} s",
+        )
 
-        Dropped examples are left out, and a bad row counts as one example.
-        """
-        wanted = self.with_values + self.missing + self.bad_rows
-        return self.with_values / wanted if wanted else 0.0
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -104,7 +141,7 @@ class Collected:
 
     Attributes:
         rows: each example's row number, int64 (n,).
-        usable: True for the examples that `coverage.with_values` counts, bool (n,).
+        usable: True for the examples that `summary.with_values` counts, bool (n,).
         prompts: number of tokens in each prompt, int32 (n,).
         sides: dict from each side's name to the statistics of its completions. The names are "chosen" and "rejected" for pairs,
             and "completion" for other examples.
@@ -114,7 +151,10 @@ class Collected:
             replaced by 0. None if the examples are not pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
         sketches: MinHash sketches for finding near duplicates.
-        coverage: counts of examples with and without values.
+        summary: the numbers of rows and examples, and the coverage.
+        problems: (row number, reason) for the first hundred bad rows.
+        bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
+            and has no value.
     """
 
     rows: npt.NDArray[np.int64]
@@ -125,7 +165,9 @@ class Collected:
     similarity: npt.NDArray[np.float32] | None
     labels: npt.NDArray[np.int8] | None
     sketches: Sketches
-    coverage: Coverage
+    summary: ReportSummary
+    problems: list[tuple[int, str]]
+    bare: int
 
     @property
     def pairs(self) -> bool:
@@ -141,30 +183,30 @@ def collect(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
-    """Read a dataset once, look up its log-probs, and return statistics of each example.
-
-    Raises UsageError or another ReflogpError if the settings or the data cannot be used, or if no row can be used.
-    """
-    coverage, sketches = Coverage(), Sketches()
+    """Read a dataset once, and look up its log-probs. Raises UsageError if no row can be used."""
+    summary, sketches = ReportSummary(), Sketches()
+    bad_rows: list[tuple[int, str]] = []
     parts: list[dict[str, npt.NDArray[Any]]] = []
     for window in dataset:
-        if watcher and not coverage.rows:
+        if watcher and not summary.rows:
             watcher.begin(dataset.source.count())
-        coverage.rows = window.last_row + 1
+        summary.rows = window.last_row + 1
         problems = dict(window.problems)
         if len(window.table):
-            parts.append(_numbers(window, snapshot, settings, coverage, problems, sketches))
-        coverage.bad_rows += len(problems)
-        coverage.problems += sorted(problems.items())[: NAMED_ROWS - len(coverage.problems)]
+            parts.append(_numbers(window, snapshot, settings, summary, problems, sketches))
+        summary.bad_rows += len(problems)
+        bad_rows += sorted(problems.items())[: NAMED_ROWS - len(bad_rows)]
         if watcher:
             watcher.advance(window.row_count(), 0)
             for row, problem in sorted(problems.items()):
                 watcher.bad_row(row, problem)
     if not parts:
-        row, problem = coverage.problems[0]
+        row, problem = bad_rows[0]
         raise UsageError(
             f"{dataset.source.name} has no row that can be used, so there is nothing to report. Row {row}: {problem}"
         )
+    summary.bad_row_numbers = [row for row, _ in bad_rows]
+    summary.coverage = summary.with_values / max(1, summary.with_values + summary.missing + summary.bad_rows)
     numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
     sides = {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names}
@@ -177,7 +219,9 @@ def collect(
         numbers.get("similarity"),
         numbers.get("labels"),
         sketches,
-        coverage,
+        summary,
+        bad_rows,
+        int(numbers["bare"].sum()),
     )
 
 
@@ -185,15 +229,12 @@ def _numbers(
     window: TokenizedRows,
     snapshot: Snapshot,
     settings: TrainerSettings,
-    coverage: Coverage,
+    summary: ReportSummary,
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the statistics of a window of rows, as a dict from names, such as "row" or "chosen.sums", to arrays.
-
-    The window's counts are added to `coverage`, and sketches of its examples to `sketches`. Rows with an empty completion or
-    damaged values are added to `problems`.
-    """
+    """Return the statistics of a window of rows, as a dict from names, such as "row" or "chosen.sums", to arrays. Counts,
+    problems and sketches are added to the arguments."""
     table = window.table
     asked = ask(table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
     found = snapshot.find(asked.all_keys())
@@ -204,17 +245,17 @@ def _numbers(
     usable = ~(join.missing | join.unusable | join.dropped | empty)
     problems |= {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
     problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
-    coverage.examples += len(table)
-    coverage.with_values += int(usable.sum())
-    coverage.missing += int(missing.sum())
-    coverage.missing_row_numbers += rows[missing][: NAMED_ROWS - len(coverage.missing_row_numbers)].tolist()
-    coverage.dropped += int(join.dropped.sum())
+    summary.examples += len(table)
+    summary.with_values += int(usable.sum())
+    summary.missing += int(missing.sum())
+    summary.missing_row_numbers += rows[missing][: NAMED_ROWS - len(summary.missing_row_numbers)].tolist()
+    summary.dropped_rows += int(join.dropped.sum())
 
     prompts = token_lists(table["prompt_ids"])
     completions = {name: token_lists(table[name]) for name in join.keys if name != "KL_completion_ids"}
-    coverage.bare += int(((list_lengths(prompts) == 0) & ~join.dropped).sum())
     sketches.add(prompts, list(completions.values()))
     columns = {"row": rows, "usable": usable, "prompts": list_lengths(prompts)}
+    columns["bare"] = (columns["prompts"] == 0) & ~join.dropped
     lowest = _lowest(join, found)
     for (name, lists), logps in zip(completions.items(), join.logps.values(), strict=False):
         side = name.removesuffix("_ids")
@@ -235,10 +276,8 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the lowest log-prob of each completion, among the tokens that are left after truncation.
-
-    The result maps each column of completion ids to a float64 array (n,), with 0 for a completion without log-probs.
-    """
+    """Return the lowest log-prob of each completion after truncation, float64 (n,) for each column of completion ids; 0 for a
+    completion without log-probs."""
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)
@@ -252,10 +291,6 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
     """Return the KTO labels of examples: 1, 0 or NO_LABEL.
 
     When pairs are split, the two examples of a pair are adjacent, and the example with the chosen completion comes first.
-
-    Args:
-        rows: original columns of each example's row.
-        numbers: row number of each example.
     """
     found = []
     for at, columns in enumerate(rows):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.reports.collect import NO_LABEL, Collected
+from reflogp.scoring.reports.collect import ALIKE, NO_LABEL, Collected
 from reflogp.scoring.reports.sketches import NearPair
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -29,6 +29,8 @@ class Duplicates:
         identical: number of pairs whose chosen and rejected sequences are the same.
         near: estimated number of examples that nearly repeat an earlier example, not counting exact duplicates.
         near_pairs: the most similar near duplicates, each with the earlier example that it nearly repeats.
+        alike: number of pairs whose completions hardly differ but are not identical.
+        alike_pairs: the most similar of these pairs, as (index, similarity).
         sketched: number of examples at the beginning of the dataset that were searched for near duplicates. Later examples were
             not searched.
     """
@@ -38,11 +40,13 @@ class Duplicates:
     identical: int
     near: int
     near_pairs: list[NearPair]
+    alike: int
+    alike_pairs: list[tuple[int, float]]
     sketched: int
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Count duplicate examples, and return the counts and the most similar near duplicates (up to `shown`)."""
+    """Count duplicates. At most `shown` near duplicates and `shown` pairs whose completions hardly differ are returned."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys
@@ -53,6 +57,9 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
         whole, identical = _mixed(keys[0], collected.labels.astype(np.uint64)), np.zeros(len(keys[0]), bool)
         opposite = np.where(collected.labels == NO_LABEL, NO_LABEL, 1 - collected.labels)
         contrary = np.isin(_mixed(keys[0], opposite.astype(np.uint64)), whole) & (collected.labels != NO_LABEL)
+    similarity = np.zeros(len(whole)) if collected.similarity is None else collected.similarity
+    alike = np.flatnonzero((similarity >= ALIKE) & ~identical)
+    alike = alike[np.argsort(-similarity[alike], kind="stable")]
     repeats = np.ones(len(whole), bool)
     repeats[np.unique(whole, return_index=True)[1]] = False
     near = collected.sketches.near(repeats)
@@ -63,6 +70,8 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
         int(identical.sum()),
         len(best),
         sorted(best.values(), key=lambda pair: -pair.least)[:shown],
+        len(alike),
+        [(int(place), float(similarity[place])) for place in alike[:shown]],
         collected.sketches.count,
     )
 

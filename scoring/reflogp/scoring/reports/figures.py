@@ -1,8 +1,4 @@
-"""Compute the data for a report's charts, and measure which completions the reference prefers.
-
-Preferences are measured between chosen and rejected, between desirable and undesirable, and between shorter and longer
-completions.
-"""
+"""Compute the data for a report's charts, and measure which completions the reference prefers."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.reports.collect import NO_LABEL, Collected
-from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
 #: Bars extend at most this many standard deviations (estimated from the median absolute deviation) to each side of the median.
@@ -21,7 +16,6 @@ _BINS = 40
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
-_CURVE_POINTS = 48
 #: The median of a column of the length chart is drawn only if the column contains at least this many completions.
 _MEDIAN_OF = 5
 
@@ -33,9 +27,6 @@ class Histograms:
     """Histograms of several series with the same bar edges.
 
     Attributes:
-        edges: edges of the bars; there is one more edge than there are bars.
-        counts: dict from each series' name to the number of its values in each bar.
-        medians: dict from each series' name to the median of its values.
         beyond: number of values below the first edge or above the last edge. The first and last bars include these values.
         zero: True to draw a line at zero. In the charts of margins, the reference prefers chosen in the pairs to the right of
             this line.
@@ -50,7 +41,7 @@ class Histograms:
 
 @dataclass(frozen=True)
 class Density:
-    """A two-dimensional histogram of completions by length and mean log-prob.
+    """A two-dimensional histogram of completions.
 
     Attributes:
         lengths: edges of the columns, as log2 of the number of tokens.
@@ -68,38 +59,19 @@ class Density:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The curves of the truncation chart.
-
-    `shares` maps each curve's name, such as "completion tokens lost", to the fractions that the curve shows, one for each value
-    in `max_lengths`.
-    """
-
-    max_lengths: list[int]
-    shares: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
 class Figures:
-    """The data for all charts.
+    """The data for all charts. For KTO, `margins` and `margins_per_token` are None."""
 
-    All attributes except `truncation` are None if no example has log-probs. For KTO, `margins` and `margins_per_token` are
-    always None.
-    """
-
-    logps: Histograms | None
+    logps: Histograms
     margins: Histograms | None
     margins_per_token: Histograms | None
-    density: Density | None
-    truncation: Curve
+    density: Density
 
 
-def make_figures(collected: Collected, truncation_mode: str) -> Figures:
-    """Compute the data for all charts of a dataset."""
+def make_figures(collected: Collected) -> Figures | None:
     good = collected.usable
-    truncation = _curve(collected.lengths(), truncation_mode)
     if not good.any():
-        return Figures(None, None, None, None, truncation)
+        return None
     series = {name: side.means()[good] for name, side in collected.sides.items()}
     if collected.labels is not None:
         [means], labels = series.values(), collected.labels[good]
@@ -109,18 +81,15 @@ def make_figures(collected: Collected, truncation_mode: str) -> Figures:
     tokens = np.concatenate([side.tokens[good] for side in collected.sides.values()])
     density = _density(tokens, np.concatenate([side.means()[good] for side in collected.sides.values()]))
     if not collected.pairs:
-        return Figures(logps, None, None, density, truncation)
+        return Figures(logps, None, None, density)
     chosen, rejected = collected.sides.values()
     margins = histograms({"pairs": (chosen.sums - rejected.sums)[good]}, zero=True)
     per_token = histograms({"pairs": (chosen.means() - rejected.means())[good]}, zero=True)
-    return Figures(logps, margins, per_token, density, truncation)
+    return Figures(logps, margins, per_token, density)
 
 
 def histograms(series: dict[str, Floats], zero: bool = False) -> Histograms:
-    """Count the values of several series in bars of the same width. `zero` is True for margins (see Histograms).
-
-    The bars reach from the lowest to the highest value, but not farther than _FARTHEST standard deviations from the median.
-    """
+    """Count the values of several series in bars of the same width. `zero` is True for margins (see Histograms)."""
     values = np.concatenate(list(series.values()))
     low, high = _bounds(values)
     if zero:
@@ -171,18 +140,6 @@ def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
 
-def _curve(lengths: Lengths, truncation_mode: str) -> Curve:
-    whole = lengths.whole()
-    least, most = max(2, int(whole.min())), max(4, int(whole.max()))
-    points = np.unique(np.geomspace(max(2, least / 2), most, _CURVE_POINTS).round().astype(int))
-    found = [cut(lengths, int(point), truncation_mode) for point in points]
-    shares = {
-        "rows cut or dropped": [(one.touched + one.dropped) / one.examples for one in found],
-        "completion tokens lost": [(one.lost + one.dropped_tokens) / max(1, one.tokens) for one in found],
-    }
-    return Curve(points.tolist(), shares)
-
-
 #: Quantile of the normal distribution for a 95% interval.
 _Z = 1.96
 
@@ -192,9 +149,7 @@ class PairPreference:
     """How often the reference prefers the chosen completion, in the pairs that have values.
 
     Attributes:
-        pairs: number of pairs with values.
-        right: number of pairs whose chosen completion has the higher sum of log-probs; `accuracy` is the fraction of such
-            pairs.
+        right: number of pairs whose chosen completion has the higher sum of log-probs.
         per_token_right: number of pairs whose chosen completion has the higher mean log-prob per token.
         ties: number of pairs with equal sums, which are not counted in `right`.
         shorter_higher: among pairs whose two completions differ in length and in sum, the fraction in which the shorter
@@ -232,8 +187,7 @@ class LabelPreference:
     """How often the reference prefers desirable to undesirable completions, in KTO examples.
 
     Attributes:
-        desirable, undesirable, without: numbers of examples with the label desirable, with the label undesirable, and without a
-            label. Examples without log-probs are also counted.
+        desirable, undesirable, without: numbers of examples by label. Examples without log-probs are also counted.
         desirable_higher: among all combinations of a desirable and an undesirable completion, the fraction in which the
             desirable one has the higher mean log-prob per token. Ties count as one half, as in the area under the ROC curve.
             The fraction is None unless at least one completion of each label has log-probs.
@@ -246,7 +200,7 @@ class LabelPreference:
 
 
 def pair_preference(collected: Collected) -> PairPreference | None:
-    """Measure how often the reference prefers the chosen completion. Return None if no pair has values."""
+    """Return None if no pair has values."""
     good = collected.usable
     if not good.any():
         return None
@@ -267,7 +221,6 @@ def pair_preference(collected: Collected) -> PairPreference | None:
 
 
 def label_preference(collected: Collected) -> LabelPreference:
-    """Measure how often the reference prefers desirable to undesirable completions, in a dataset with KTO labels."""
     assert collected.labels is not None, "only KTO examples have labels"
     labels = collected.labels
     good = collected.usable & (labels != NO_LABEL)

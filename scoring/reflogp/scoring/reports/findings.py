@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from reflogp.scoring.reports.collect import ALIKE, Collected, Coverage
+from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
 from reflogp.scoring.reports.figures import LabelPreference, PairPreference
 from reflogp.scoring.reports.outliers import OutlierKind
@@ -33,20 +33,14 @@ _KTO_RANGE = (1.0, 1.33)
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding in plain sentences, and the command that the reader should run, if any."""
-
     kind: Kind
     text: str
     command: str | None = None
 
 
-def coverage_findings(coverage: Coverage, score: str) -> list[Finding]:
-    """Return findings about rows with and without values, bad rows, and empty prompts.
-
-    Args:
-        coverage: counts of examples with and without values.
-        score: command that scores the missing rows.
-    """
+def coverage_findings(collected: Collected, score: str) -> list[Finding]:
+    """Return findings about rows with and without values, bad rows, and empty prompts. `score` scores the missing rows."""
+    coverage = collected.summary
     found = []
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
@@ -54,13 +48,13 @@ def coverage_findings(coverage: Coverage, score: str) -> list[Finding]:
         rest = others if coverage.with_values else "The rest of this report uses no log-probs."
         found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
-        dropped = f"; TRL drops {counted(coverage.dropped, 'row')} because of max_length" if coverage.dropped else ""
+        dropped = f"; TRL drops {counted(coverage.dropped_rows, 'row')} because of max_length" if coverage.dropped_rows else ""
         text = (
             f"No values are missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
         )
         found.append(Finding("good", f"{text}{dropped}."))
     if coverage.bad_rows:
-        row, problem = coverage.problems[0]
+        row, problem = collected.problems[0]
         found.append(
             Finding(
                 "fix",
@@ -68,12 +62,12 @@ def coverage_findings(coverage: Coverage, score: str) -> list[Finding]:
                 f"{problem}. Fix or remove each bad row; up to a hundred bad rows are listed under Coverage.",
             )
         )
-    if coverage.bare:
+    if collected.bare:
         found.append(
             Finding(
                 "check",
-                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt. Without a prompt, the "
-                "first completion token is only context: it has no value, and TRL's loss does not use it either.",
+                f"{_of(collected.bare, coverage.examples, 'row')} {_have(collected.bare)} an empty prompt. Without a prompt, "
+                "the first completion token is only context: it has no value, and TRL's loss does not use it either.",
             )
         )
     return found
@@ -149,7 +143,6 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
 
 
 def label_findings(preference: LabelPreference) -> list[Finding]:
-    """Return findings about desirable and undesirable KTO examples."""
     found = []
     if preference.without:
         found.append(
@@ -199,7 +192,6 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         at: the effect of the user's max_length, or of TRL's default.
         asked: True if the user specified a max_length.
         enough: the smallest max_length that leaves 99% of the examples uncut.
-        noun: "pair" or "row".
     """
     which = f"max_length {at.max_length:,}," + ("" if asked or at.max_length != TRL_MAX_LENGTH else " TRL's default,")
     if not at.touched and not at.dropped:
@@ -220,7 +212,6 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
 
 
 def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
-    """Return findings about duplicate and contradictory examples."""
     found = []
     if duplicates.identical:
         found.append(
@@ -253,7 +244,6 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:
-    """Return a finding about outliers, with a count for each kind."""
     if not with_values:
         return []
     if not kinds:

@@ -28,8 +28,6 @@ class OutlierKind:
     """A kind of outlier, the rule that defines it, and the examples that were found.
 
     Attributes:
-        name: name of this kind, such as "very unlikely completions".
-        rule: the rule, in words.
         unit: unit of the values in `worst`.
         count: number of examples that match the rule.
         worst: (index of the example in `Collected`, value that the page shows) for the most extreme examples, most extreme
@@ -58,9 +56,7 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
     Lengths are grouped by powers of two, because means over few tokens vary more than means over many. A group with fewer than
     _ENOUGH values is merged with the next group of greater lengths or, if there is no next group, with the previous one.
 
-    Args:
-        values: mean log-probs or margins, float64 (n,).
-        tokens: number of tokens that each value is based on, int32 (n,).
+    `tokens` is the number of tokens that each value is based on, int32 (n,).
     """
     powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(int)
     groups: list[list[int]] = [[]]
@@ -79,7 +75,6 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
 
 
 def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
-    """Return the kinds of outliers that occur in a dataset, each with its most extreme examples (up to `shown`)."""
     good = np.flatnonzero(collected.usable)
     if not len(good):
         return []
@@ -131,9 +126,8 @@ def _kind(
 
     Args:
         good: index in `collected` of each usable example, int64 (n,). `beyond` and `values` are in the same order.
-        beyond: how far each example exceeds the rule's limit, float64 (n,). The larger the value, the more extreme the example.
+        beyond: how far each example exceeds the rule's limit, float64 (n,).
         values: the value that the report shows for each example, float64 (n,).
-        shown: maximum number of examples in `OutlierKind.worst`.
     """
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")

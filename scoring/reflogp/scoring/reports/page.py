@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,7 +33,7 @@ from reflogp.scoring.reports.chart_frame import (
 )
 from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms, PairPreference
+from reflogp.scoring.reports.figures import Density, Figures, Histograms, PairPreference
 from reflogp.scoring.reports.findings import Finding, verdict
 from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.shown import LEVELS, Shown, visible
@@ -58,15 +57,10 @@ class Content:
     """The content of a report's page.
 
     Attributes:
-        data: name of the dataset.
-        model: model name or path as the user gave it.
         noun: what an example is called: "pair" or "row".
         pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
         at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
         cuts: the effects of several values of max_length.
-        alike: (index of the pair, similarity) for each displayed pair whose completions hardly differ but are not identical,
-            most similar first.
-        alike_count: number of all such pairs, including pairs that are not displayed.
         shown: dict from the index of each displayed example to what the page displays for it.
     """
 
@@ -77,14 +71,12 @@ class Content:
     noun: str
     findings: list[Finding]
     collected: Collected
-    figures: Figures
+    figures: Figures | None
     pairs: PairPreference | None
     at: Cut
     cuts: list[Cut]
     duplicates: Duplicates
     outliers: list[OutlierKind]
-    alike: list[tuple[int, float]]
-    alike_count: int
     shown: dict[int, Shown]
 
 
@@ -115,7 +107,6 @@ def _is_report(page: Path) -> bool:
 
 
 def render_page(content: Content) -> str:
-    """Return the complete page as HTML."""
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
@@ -128,7 +119,6 @@ def render_page(content: Content) -> str:
         verdict=verdict(content.findings),
         draw_histograms=draw_histograms,
         draw_density=draw_density,
-        draw_truncation=draw_truncation,
         mark=Markup(_MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
@@ -144,12 +134,10 @@ def render_page(content: Content) -> str:
 
 
 def _signed(value: float) -> str:
-    """Format a number with its sign, such as +1.23 or −1.23."""
     return f"{value:+.2f}".replace("-", "−")
 
 
 def draw_histograms(name: str, title: str, unit: str, values: Histograms) -> Markup:
-    """Draw the overlapping bars of all series, and a line at zero if `values.zero` is set."""
     low, high = values.edges[0], values.edges[-1]
     most = max(max(counts) for counts in values.counts.values())
     ticks = round_ticks(0, most, 3, whole=True)
@@ -175,7 +163,8 @@ def draw_histograms(name: str, title: str, unit: str, values: Histograms) -> Mar
                     )
                 )
     if values.zero:
-        parts.append(_upright(x_at(0.0, low, high), "zero"))
+        line = Markup('<line class="zero" x1="{x}" x2="{x}" y1="{}" y2="{}"/>')
+        parts.append(line.format(TOP, TOP + PLOT_HEIGHT, x=written(x_at(0.0, low, high))))
     said = ", ".join(
         f"{series} ({number(sum(counts))} values, median {number(values.medians[series])})"
         for series, counts in values.counts.items()
@@ -210,7 +199,9 @@ def draw_density(name: str, density: Density) -> Markup:
         for x, median in zip(density.lengths, density.medians, strict=False)
         if median is not None
     ]
-    parts.append(_line("m", medians))
+    parts.append(
+        Markup('<polyline class="line m" points="{}"/>').format(" ".join(f"{written(x)},{written(y)}" for x, y in medians))
+    )
     described = (
         f"Histogram of completions by length, from {_tokens(left)} to {_tokens(right)} tokens, and by mean log-prob, from "
         f"{plain(low)} to {plain(high)} nats per token. Rank correlation between length and mean log-prob: "
@@ -219,43 +210,10 @@ def draw_density(name: str, density: Density) -> Markup:
     return chart(name, "Mean log-prob per token against length", described, Markup("").join(parts))
 
 
-def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
-    """Draw the truncation curves, with max_length on a log2 scale and a vertical line at the marked max_length."""
-    left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
-    if right <= left:
-        left, right = left - 0.5, right + 0.5
-    parts = [
-        grid([0.0, 0.25, 0.5, 0.75, 1.0], 0, 1, lambda share: f"{share:.0%}"),
-        _token_axis(left, right, "max_length, tokens"),
-    ]
-    for at, shares in enumerate(curve.shares.values()):
-        points = [
-            (x_at(math.log2(length), left, right), y_at(share, 0, 1))
-            for length, share in zip(curve.max_lengths, shares, strict=True)
-        ]
-        parts.append(_line(f"s{at}", points))
-    if left <= math.log2(marked) <= right:
-        parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
-    described = (
-        "Percentage of rows that are cut or dropped, and percentage of completion tokens that are lost, for max_length from "
-        f"{curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}. Both are zero if no sequence is longer than max_length."
-    )
-    return chart(name, "What each max_length would cut", described, Markup("").join(parts))
-
-
-def _line(kind: str, points: Iterable[tuple[float, float]]) -> Markup:
-    places = " ".join(f"{written(x)},{written(y)}" for x, y in points)
-    return Markup('<polyline class="line {}" points="{}"/>').format(kind, places)
-
-
 def _token_axis(low: float, high: float, unit: str) -> Markup:
     """Return an x axis for numbers of tokens, with at most about seven ticks at powers of two. Bounds are given as log2."""
     powers = [float(power) for power in range(math.ceil(low), math.floor(high) + 1)]
     return x_axis(powers[:: math.ceil(len(powers) / 7) or 1], low, high, _tokens, unit)
-
-
-def _upright(x: float, kind: str) -> Markup:
-    return Markup('<line class="{}" x1="{x}" x2="{x}" y1="{}" y2="{}"/>').format(kind, TOP, TOP + PLOT_HEIGHT, x=written(x))
 
 
 def _tokens(power: float) -> str:

@@ -48,8 +48,6 @@ class TokenText:
     """The displayed text of one token, of the few tokens that together encode one character, or of adjacent image tokens.
 
     Attributes:
-        text: displayed text.
-        tokens: number of tokens that the text stands for.
         special: True for a special token of the tokenizer, an id outside the vocabulary, an image, or a token without text.
     """
 
@@ -59,10 +57,7 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return the texts to display for token ids.
-
-    Each id belongs to exactly one text. Adjacent image ids (see reflogp.store.images) are shown as one text.
-    """
+    """Return the texts to display for token ids. Each id belongs to exactly one text."""
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
@@ -90,7 +85,6 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def image_text(tokens: int) -> str:
-    """Return the text to show instead of a run of image tokens."""
     return f"⟨image, {counted(tokens, 'token')}⟩"
 
 
@@ -142,12 +136,10 @@ class Piece:
     """What is displayed for one TokenText, or for tokens that are left out.
 
     Attributes:
-        text: displayed text.
         level: level of surprisal, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
         note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is no
             log-prob.
-        special: True if `text` is not ordinary text, but stands for a special token, an id outside the vocabulary, an image, a
-            token without text, or tokens that are left out.
+        special: as in TokenText; also True for tokens that are left out.
         differs: True if the pair's two completions are compared and the diff does not match this token with a token of the
             other completion.
     """
@@ -164,11 +156,8 @@ class ShownSide:
     """What is displayed for a completion.
 
     Attributes:
-        name: "chosen", "rejected" or "completion".
-        tokens: number of tokens in the whole completion.
         values: number of log-probs that `mean` and `sum` are computed from.
         mean, sum: mean and sum of the log-probs, in nats; None if there are no log-probs.
-        pieces: the displayed tokens, in order.
     """
 
     name: str
@@ -184,7 +173,7 @@ class Shown:
     """What is displayed for an example.
 
     Attributes:
-        label: 1 for desirable, 0 for undesirable; None for a pair or an example without a label.
+        label: 1 for desirable, 0 for undesirable, or None.
         images: the example's first images, as data URIs of small PNG images without the original's metadata; "" for an image
             that can no longer be decoded.
         more_images: number of further images, which are not shown.
@@ -207,17 +196,8 @@ def read_shown(
     snapshot: Snapshot,
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
-    """Read the text and the values of the given examples.
-
-    Args:
-        places: indices in `collected` of the examples to show.
-        compared: the indices, among `places`, of the pairs whose two completions are compared token by token.
-        collected: the result of `collect`.
-        dataset, snapshot, settings: the arguments that `collect` was called with.
-
-    Returns:
-        What to display for each example, by the example's index in `collected`.
-    """
+    """Return what to display for the examples at the indices `places` in `collected`. Of the pairs at the indices `compared`,
+    the two completions are compared token by token."""
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
@@ -346,10 +326,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Compute a diff of two completions, and return the indices of the tokens that it does not match.
-
-    The result maps 0 to the set of indices in `left`, and 1 to the set of indices in `right`.
-    """
+    """Return the indices of the tokens in `left` (0) and in `right` (1) that a diff of the two does not match."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

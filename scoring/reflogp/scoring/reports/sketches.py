@@ -6,8 +6,9 @@ function over all runs (Broder, 1997). Entries are shortened to 16 bits, so the 
 entries in which two sketches agree estimates the Jaccard similarity of their sets of runs.
 
 The 64 entries form 16 groups of four. Two examples are compared only if their completion sketches agree in all four entries of
-a group. If more than two examples agree in a group, each of these examples is compared only with the first of them and with the
-one directly before it. The work therefore grows with the number of examples, not with its square.
+a group, which happens in a given group with probability 0.41 at a similarity of 0.8. If more than two examples agree in a
+group, each of these examples is compared only with the first of them and with the one directly before it. The work therefore
+grows with the number of examples, not with its square.
 
 The similarity of a pair's chosen and rejected completion is not estimated from sketches. It is computed exactly, but only if
 two upper bounds of the similarity reach the required minimum. The first bound is computed from the lengths of the completions,
@@ -36,9 +37,6 @@ HASHES = 64
 NEAR = 0.8
 #: Maximum number of examples that are sketched. The two sketches of an example take 256 bytes.
 MOST_SKETCHED = 1_000_000
-#: Number of entries in each group of a sketch. At a similarity of 0.8, two sketches agree in all entries of a given group with
-#: probability 0.41.
-_BAND = 4
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -61,12 +59,6 @@ class NearPair:
 
 
 class Sketches:
-    """Sketches of examples, in the order in which the examples were added.
-
-    Attributes:
-        count: number of examples that have sketches.
-    """
-
     def __init__(self) -> None:
         numbers = np.random.default_rng(0)  # a fixed seed, so that reports are reproducible
         self._factors = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32) | np.uint32(1)
@@ -83,9 +75,9 @@ class Sketches:
         every prompt that begins with them.
 
         Args:
-            prompts: token ids of the prompts, large_list<uint32> with n lists.
-            completions: token ids of the completions: for each completion column, a large_list<uint32> with n lists. All
-                completions of an example go into one sketch.
+            prompts: large_list<uint32> with n lists.
+            completions: for each completion column, a large_list<uint32> with n lists. All completions of an example go into
+                one sketch.
         """
         room = MOST_SKETCHED - self.count
         if room <= 0 or not len(prompts):
@@ -101,9 +93,7 @@ class Sketches:
     def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
         """Return pairs of near duplicates, most similar first. In each pair, `second` is the example that was added later.
 
-        Args:
-            repeats: bool array with an element for each example, True for exact duplicates of earlier examples. These
-                duplicates are ignored.
+        `repeats` is True for exact duplicates of earlier examples, bool (n,). These are ignored.
         """
         if not self.count:
             return []
@@ -150,14 +140,8 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return two arrays of indices, `first` and `second`. Example first[i] must be compared with example second[i].
-
-    For each group of entries, an example is paired with the first and the last of the earlier examples that agree with it in
-    this group.
-
-    Args:
-        bands: the completion sketches of n examples, with each group of four 16-bit entries as one number, uint64 (n, 16).
-    """
+    """Return the indices of the examples to compare: first[i] with second[i]. In `bands`, uint64 (n, 16), each group of four
+    16-bit entries of the completions' sketches is one number."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -171,7 +155,6 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
 
 
 def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
-    """Return the longest prefix that all prompts have in common."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     start: Uint32s = values[offsets[0] : offsets[0] + list_lengths(prompts).min()]
     for at in offsets[:-1]:
@@ -191,11 +174,7 @@ def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.i
 
 
 def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDArray[np.int32]:
-    """Return the number of leading tokens that left[i] and right[i] have in common, int32 (n,).
-
-    Args:
-        left, right: large_list<uint32> with n lists each, as returned by `keys.token_lists`.
-    """
+    """Return the number of leading tokens that left[i] and right[i] have in common, int32 (n,)."""
     pairs = zip(*(np.split(lists.values.to_numpy(), lists.offsets.to_numpy())[1:-1] for lists in (left, right)), strict=True)
     return np.array([common_prefix(one, other) for one, other in pairs], np.int32)
 
@@ -218,10 +197,7 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
     """Return the fraction of the two lists' tokens that are in their longest common subsequence.
 
-    The fraction is 1 if the lists are equal, and 0 if they share no token.
-
-    Common tokens are first counted regardless of their order, which is fast and gives an upper bound. If the bound is below
-    `at_least`, the bound is returned instead of the exact fraction.
+    If an upper bound, from tokens regardless of their order, is below `at_least`, the bound is returned instead.
     """
     both = len(left) + len(right)
     if not both:

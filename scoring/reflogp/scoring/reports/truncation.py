@@ -21,13 +21,11 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of n examples, in tokens.
+    """The lengths of n examples, in tokens, int32 (n,).
 
     Attributes:
-        prompts: number of tokens in each prompt, int32 (n,).
-        completions: number of tokens in each completion, one int32 (n,) array per side (chosen and rejected, or completion).
-        shared: number of leading tokens that the two completions of a pair have in common, int32 (n,); None if the examples are
-            not pairs.
+        completions: one array per side (chosen and rejected, or completion).
+        shared: number of leading tokens that the two completions of a pair have in common; None if the examples are not pairs.
     """
 
     prompts: Int32s
@@ -35,7 +33,7 @@ class Lengths:
     shared: Int32s | None = None
 
     def whole(self) -> Int32s:
-        """Return the length of each example's longest sequence (prompt plus completion), (n,)."""
+        """Return the length of each example's longest sequence (prompt plus completion)."""
         longest: Int32s = self.prompts + np.maximum.reduce(list(self.completions))
         return longest
 
@@ -45,8 +43,6 @@ class Cut:
     """The effect of a max_length on a dataset.
 
     Attributes:
-        max_length: maximum number of tokens in the prompt and the completion together.
-        examples: number of examples in the dataset.
         dropped: number of examples that TRL drops because the prompt alone fills max_length (keep_start only).
         touched: number of examples that are kept but lose tokens.
         tokens: number of completion tokens whose log-probs the trainer would use without a max_length.
@@ -68,7 +64,6 @@ class Cut:
 
 
 def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
-    """Return the effect of a max_length with the truncation mode "keep_start" or "keep_end"."""
     prompts, completions = lengths.prompts.astype(np.int64), [side.astype(np.int64) for side in lengths.completions]
     left = [window_lengths(prompts, completion, max_length, truncation_mode) for completion in completions]
     dropped = left[0].dropped
@@ -94,8 +89,8 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
     """Return the effects of the values in MAX_LENGTHS and of `asked`, in ascending order of max_length.
 
-    The list ends with the first max_length that is at least `asked` and neither cuts nor drops any example. If there is no such
-    max_length, the list contains all values. `asked` is the user's max_length, or None if the user set none.
+    The list ends with the first max_length that is at least `asked` and neither cuts nor drops any example. `asked` is the
+    user's max_length, or None if the user set none.
     """
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):

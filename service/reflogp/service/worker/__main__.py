@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from reflogp.scoring import tracing
-from reflogp.scoring.data.tokenizer_files import TokenizerCache
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine import quiet_libraries, return_freed_memory
@@ -70,8 +70,6 @@ logger = logging.getLogger("reflogp.worker")
 #: Maximum number of seconds for each of the two parts of a shutdown: first, the worker's job commits values; then, the current
 #: round of online requests is finished and the process exits. A process that is still running after both exits with status 1.
 _LAST_SECONDS = 20.0
-#: Maximum number of tokenizers kept in memory.
-_TOKENIZERS = 4
 
 
 @dataclass(eq=False)
@@ -107,7 +105,6 @@ class Worker:
         self._out = out
         self._sending = threading.Lock()
         self._references: dict[str, Reference] = {}
-        self._tokenizers = TokenizerCache(_TOKENIZERS)
         self._visions: dict[str, VisionCache] = {}
         self._store = Store(configuration.store)
         self._place = JobContext(
@@ -343,7 +340,7 @@ class Worker:
         folder = str(resolve_model(order.model, order.revision))
         model = JobModel(
             self._reference(order.reference_id),
-            partial(self._tokenizers.find, folder, trusted),
+            partial(read_tokenizer_files, folder, trusted),
             partial(load_processor, folder, folder, None, trusted),
         )
         callbacks = JobCallbacks(report, announce, partial(self._check, ordered))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reflogp.scoring.data.tokenized import StoppedError
-from reflogp.scoring.data.tokenizer_files import TokenizerRef
+from reflogp.scoring.data.tokenizer_files import TokenizerFiles
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.scheduler import Scheduler, Workers
@@ -84,12 +84,12 @@ class JobModel:
 
     Attributes:
         reference: reference of the model.
-        find_tokenizer: returns a TokenizerRef for the tokenizer that the model's folder contains at the time of the call.
+        find_tokenizer: reads the tokenizer's files that the model's folder contains at the time of the call.
         load_vision: loads the image processor from the model's folder, or returns None for a text model.
     """
 
     reference: Reference
-    find_tokenizer: Callable[[], TokenizerRef]
+    find_tokenizer: Callable[[], TokenizerFiles]
     load_vision: Callable[[], VisionProcessor | None]
 
 

@@ -30,7 +30,7 @@ from reflogp.scoring.data.images import ImageFile, OpenFile, RowImage
 from reflogp.scoring.data.read import Row, RowSource
 from reflogp.scoring.data.shape import Format, RowError
 from reflogp.scoring.data.tokenize import TokenizedRows, tokenize_dataset
-from reflogp.scoring.data.tokenizer_files import TokenizerCache, TokenizerRef
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.machine import usable_cores
 from reflogp.scoring.vision import VisionProcessor, load_processor
@@ -225,7 +225,9 @@ def _read(connection: Connection, reading: Reading, after: int, alone: bool, bad
 
     with _errors_sent(connection):
         source = _Rows(reading, bad)
-        tokenizer = TokenizerRef(reading.model, reading.trust_remote_code, reading.tokenizer_digest, TokenizerCache(1))
+        tokenizer = read_tokenizer_files(reading.model, reading.trust_remote_code)
+        if tokenizer.digest != reading.tokenizer_digest:
+            raise FileChangedError(f"the tokenizer's files in {tokenizer.folder} changed during the run; run again")
         windows = tokenize_dataset(
             source,
             tokenizer.load(),
