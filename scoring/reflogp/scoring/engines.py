@@ -189,10 +189,6 @@ class EngineChoice:
         The model's files are hashed first (digests of unchanged files are cached). Once the model is in memory, the files are
         checked for changes. For a remote engine, the model's files are read only if `check_claim` is True.
 
-        Args:
-            model: local folder of the model. It must contain the reference's files.
-            reference: the reference whose values are computed.
-
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.
             FileChangedError: a file changed while the model was being loaded.

@@ -97,7 +97,6 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
 
 
 def describe_cluster() -> str:
-    """Return how many GPUs, CPUs and nodes the cluster has, as text."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     gpus, cpus = (counted(int(resources.get(name, 0)), name) for name in ("GPU", "CPU"))
     return f"{gpus} and {cpus} on {counted(len(alive), 'node')}"
@@ -109,7 +108,6 @@ def this_node() -> str:
 
 
 def reason_of(error: RayError) -> str:
-    """Return a short description of why an actor died."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
         return "the worker's node died"

@@ -40,7 +40,6 @@ class NodeWorker(ScoringWorker):
     """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's table."""
 
     def place(self) -> str:
-        """Return the name of the worker's node."""
         return f"node {this_node()}"
 
     def prepare_here(self, file: str | None) -> dict[str, Any]:
@@ -49,10 +48,6 @@ class NodeWorker(ScoringWorker):
         Args:
             file: path of the temporary file that the run wrote to the table's folder, or None if the table is not in a local
                 folder.
-
-        Raises:
-            EngineError: this node does not see the file.
-            Errors raised by `prepare`.
         """
         if file is not None:
             require_visible(file)
@@ -66,9 +61,6 @@ class ClusterWorkers:
 
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
-        revision: revision of the model, if `model` is a hub id.
-        reference: the reference whose values are computed.
-        choice: the engine that each worker loads.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
         place_seconds: if Ray has not placed any worker after this many seconds, the run fails.
     """
@@ -95,7 +87,6 @@ class ClusterWorkers:
         self._said = False
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open."""
         self._table_folder = table.uri
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
@@ -137,30 +128,24 @@ class _RayWorker:
         self._probe = contextlib.ExitStack()
 
     def place(self) -> Future[str]:
-        """See Worker.place."""
         return _future(self._actor.place.remote())
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare."""
         file = self._probe.enter_context(probe(Path(self._table_folder))) if is_local(self._table_folder) else None
         prepared = _future(self._actor.prepare_here.remote(file))
         prepared.add_done_callback(lambda _: self._probe.close())
         return prepared
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """See Worker.score."""
         return _future(self._actor.score.remote(content, again))
 
     def stop(self) -> Future[None]:
-        """See Worker.stop."""
         return _future(self._actor.stop.remote())
 
     def progress(self) -> Future[int]:
-        """See Worker.progress."""
         return _future(self._actor.progress.remote())
 
     def end(self) -> None:
-        """See Worker.end."""
         self._probe.close()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)

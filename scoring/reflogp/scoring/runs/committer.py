@@ -22,11 +22,7 @@ FIRST_COMMIT_SECONDS = 10.0
 
 
 class Committer:
-    """Commits values to one table.
-
-    Args:
-        table: table to which values are committed.
-    """
+    """Commits values to one table."""
 
     def __init__(self, table: LogprobTable) -> None:
         self._table = table
@@ -47,8 +43,6 @@ class Committer:
             sequences: the sequences as they were scored; their completions may be truncated.
             completion_lens: number of tokens in each completion, int32 (n,). With keep_start, this includes tokens that are cut
                 off.
-            logps: token_logps of each sequence, float32.
-            provenance: how the values were computed.
 
         Raises the same errors as LogprobTable.append.
         """

@@ -14,13 +14,7 @@ from reflogp.store import LogprobTable
 
 
 class OwnEngine:
-    """An engine that is loaded when it gets its first misses. It computes in one thread and commits in another.
-
-    Args:
-        make_engine: function that loads the engine.
-        commit_sequences, commit_seconds: see ScoringPipeline.
-        closes_engine: whether `close` also closes the engine.
-    """
+    """An engine that is loaded when it gets its first misses. It computes in one thread and commits in another."""
 
     def __init__(
         self, make_engine: Callable[[], Engine], commit_sequences: int, commit_seconds: float, closes_engine: bool
@@ -57,18 +51,15 @@ class OwnEngine:
         return self._pipeline is not None
 
     def stop(self) -> None:
-        """Start no further pass, and commit the values that are already computed; see ScoringPipeline.stop."""
         if self._pipeline is not None:
             self._pipeline.stop()
 
     def close(self) -> None:
-        """Stop computing, and close the engine if it was loaded."""
         self.stop()
         if self._engine is not None and self._closes_engine:
             self._engine.close()
 
     def per_second(self) -> float | None:
-        """Return how many sequences the engine scores per second, or None if it has not scored any yet."""
         if self._pipeline is None or not self._pipeline.seconds:
             return None
         return self._pipeline.scored / self._pipeline.seconds or None

@@ -44,16 +44,11 @@ class ScoringPipeline:
 
     Args:
         engine: engine that computes the values. Its method `flow` runs in a thread of the pipeline.
-        table: table to which values are committed.
-        provenance: description of how the values are computed; it is stored with them.
         tell: function that is called with each event, in a thread of the pipeline.
-        commit_sequences: maximum number of sequences between two commits.
         commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
 
     Attributes:
-        scored: number of misses that have values.
         seconds: number of seconds during which the engine was computing.
-        provenance: the argument `provenance`.
     """
 
     def __init__(
@@ -237,7 +232,6 @@ class _Group:
     """Misses that are passed to the engine together.
 
     Attributes:
-        misses, at_once: the arguments of ScoringPipeline.put.
         left: number of misses that have no outcome yet.
     """
 
@@ -268,7 +262,6 @@ class _Groups(Iterator[list[Sequence]]):
         self._changed = threading.Condition()
 
     def put(self, group: _Group) -> bool:
-        """Add a group to the queue; return False if the queue is full."""
         with self._changed:
             if len(self._waiting) >= _GROUPS:
                 return False
@@ -286,7 +279,6 @@ class _Groups(Iterator[list[Sequence]]):
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` seconds for a group or for a call to `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
 

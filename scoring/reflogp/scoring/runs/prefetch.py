@@ -26,7 +26,6 @@ class Prefetch(Generic[T]):
     Args:
         items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
         depth: maximum number of finished items that wait in the queue; the thread may hold one more.
-        name: name of the thread.
     """
 
     def __init__(self, items: Iterable[T], depth: int, name: str) -> None:

@@ -37,10 +37,7 @@ class LocalWorkers:
     """Starts workers in processes on this machine, one per Place; see Workers.
 
     Args:
-        folder: folder of the model.
-        reference: the reference whose values are computed.
         choice: the engine that each worker loads; its `device` is replaced by the device of the worker's Place.
-        places: the devices or GPUs that the workers run on.
     """
 
     may_come = True
@@ -56,11 +53,9 @@ class LocalWorkers:
         self._store = ""
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open."""
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
-        """Start a worker on each free Place (a device, or the GPUs of one engine); see Workers.begin."""
         free = list(self._free)
         self._free.clear()
         return [self._begin(place) for place in free]
@@ -91,23 +86,18 @@ class _LocalWorker:
         threading.Thread(target=self._read, name="reflogp-worker-answers", daemon=True).start()
 
     def place(self) -> Future[str]:
-        """See Worker.place."""
         return settled(self._place.name)
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare."""
         return self._ask("prepare")
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """See Worker.score."""
         return self._ask("score", content, again)
 
     def stop(self) -> Future[None]:
-        """See Worker.stop."""
         return self._ask("stop")
 
     def progress(self) -> Future[int]:
-        """See Worker.progress."""
         return self._ask("progress")
 
     def end(self) -> None:

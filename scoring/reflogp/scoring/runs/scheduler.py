@@ -104,7 +104,6 @@ class _Member:
         name: description of where the worker runs; empty until this is known.
         flying: the units whose results have not arrived, oldest first: a dict from the future of each result to a tuple of the
             unit and the time when it was sent.
-        landed_at: time when the worker's latest result arrived.
     """
 
     worker: Worker
@@ -115,7 +114,6 @@ class _Member:
     landed_at: float = 0.0
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest sequence that the worker has to score; 0 if it has none."""
         return max((len(miss.sequence) for unit, _ in self.flying.values() for miss in unit.misses), default=0)
 
 
@@ -340,9 +338,7 @@ class Scheduler:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now.
-
-        A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
+        """A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
         suspect unit.
         """
         if not member.flying:
@@ -351,7 +347,6 @@ class Scheduler:
         return not (oldest.suspect or self._queue.is_suspect())
 
     def _take(self, news: Event | Ended | tuple[_Member, Future[Any]]) -> None:
-        """Handle an event of this process's engine, or a worker's response."""
         match news:
             case Ended(error):
                 self._has_ended = True
@@ -466,7 +461,6 @@ def _named(place: str, error: Exception) -> ReflogpError:
 
 
 def settled(value: Any) -> Future[Any]:
-    """Return a future that already has its result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

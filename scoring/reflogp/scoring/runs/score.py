@@ -137,18 +137,11 @@ def score_dataset(
     If an error or KeyboardInterrupt stops the run, the values that are already computed are committed; see Scheduler.stop.
 
     Args:
-        dataset: the rows to score, as token ids.
-        store: store in which values are looked up, and to which new values are committed.
-        reference: the reference model that computes the values.
         scheduler: object that computes and commits values. It loads no model if the store already has all values.
         settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
             scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
             are scored.
-        watcher: callbacks for progress and bad rows.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
-
-    Returns:
-        The counts and rates of the run.
 
     Raises:
         OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
@@ -196,9 +189,6 @@ class _Window:
     Attributes:
         rows_in_all: number of rows in the dataset, including unreadable rows; None while it is not known.
         sides: number of completions per row; 0 if no row has been readable so far.
-        last_row: number of the last row that was read.
-        problems: dict from the number of each unusable row to the reason why it cannot be used.
-        notes: see TokenizedRows.
         rows: numbers of the tokenized rows, an int64 array.
         bare: bool array, True for each tokenized row that has no prompt.
         looked_up: a tuple for each completion column. It contains the column's sequences (see Windows), their keys, and the
@@ -328,7 +318,6 @@ class _Run:
         self._scheduler.finish()
 
     def close(self) -> None:
-        """Set the summary's rates, provenance, number of workers and last note."""
         work = self._scheduler.work()
         summary = self._summary
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
@@ -340,7 +329,6 @@ class _Run:
         summary.sharing_gain = work.token_counts.sharing_gain
 
     def note(self, event: Event) -> None:
-        """Count what became of misses, and report it."""
         match event:
             case Scored(misses):
                 tokens = sum(len(miss.sequence) for miss in misses)
@@ -423,7 +411,6 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError if an engine other than `engine` computed any of the stored values at the indices `places`."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

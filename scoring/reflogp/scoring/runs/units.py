@@ -40,7 +40,6 @@ class Sent:
 
     Attributes:
         keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
-        sequences: the sequences to score.
         completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
     """
 
@@ -120,12 +119,7 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
 
 
 class VisionCache:
-    """A cache of the image processors for a worker's model.
-
-    Args:
-        model: folder of the model on this machine.
-        trust_remote_code: whether to run code from the folders of the model and the processors.
-    """
+    """A cache of the image processors for a worker's model."""
 
     def __init__(self, model: str, trust_remote_code: bool) -> None:
         self._model = model
@@ -138,10 +132,6 @@ class VisionCache:
 
         The processor is loaded from `folder` if that folder exists on this machine and contains a processor with these
         settings. Otherwise, the processor is loaded from the model's folder.
-
-        Args:
-            folder: folder from which the run's main process loaded the processor; None to search only the model's folder.
-            settings: the image processor's `settings_digest` (see reflogp.store.images).
 
         Raises:
             UsageError: neither folder has a processor with these settings.
@@ -177,12 +167,6 @@ class UnitScorer:
 
     Args:
         engine: engine that scores the units. Its `flow` method is used only in a thread that this object starts.
-        table: table to which the values are committed.
-        vision: cache of the image processors for the engine's model.
-
-    Attributes:
-        provenance: how the values are computed: the version of reflogp, and what the engine's `provenance` method returns.
-        scored: number of sequences that were scored so far.
     """
 
     def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
@@ -203,7 +187,6 @@ class UnitScorer:
         To score several units at the same time, call this method in a separate thread for each unit.
 
         Args:
-            content: the unit, as the bytes that `encode` returned.
             again: True if a lost worker may already have committed values of some of the sequences. Sequences whose values are
                 in the store are then not scored again.
 
@@ -245,11 +228,9 @@ class UnitScorer:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that stopped scoring, or None."""
         return self._error
 
     def stop(self) -> None:
-        """Start no further passes, commit the values that are already computed, and return; see ScoringPipeline.stop."""
         self._computing.stop()
 
     def _happened(self, event: Event | Ended) -> None:
@@ -272,13 +253,7 @@ class UnitScorer:
 
 
 def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
-    """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence.
-
-    Args:
-        now: the snapshot in which to look up the sequences.
-        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
-        sequences: the sequences, truncated in the same way as for scoring.
-    """
+    """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence."""
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
 
@@ -287,10 +262,8 @@ class _Asked:
     """The progress of a unit.
 
     Attributes:
-        problems: dict from the index of each sequence that cannot be scored to the reason.
         snapshot: number of a snapshot that contains all values of the unit that have been committed so far; None if no values
             have been committed yet and the unit is not retried (see `again` in UnitScorer.score).
-        left: number of sequences that have neither values in the store nor a problem yet.
     """
 
     problems: dict[int, str]
@@ -303,11 +276,9 @@ class ScoringWorker:
 
     Args:
         model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
-        revision: revision of the model, if `model` is a hub id.
         reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on the
             worker's machine differ from the reference's.
         choice: fields of an EngineChoice, as a dict.
-        store: URI of the store.
         threads: number of torch's CPU threads; used only if the engine uses no GPU (see EngineChoice.gpus).
     """
 
@@ -355,6 +326,5 @@ class ScoringWorker:
         return 0 if self._units is None else self._units.scored
 
     def stop(self) -> None:
-        """Start no further passes, and commit the values that are already computed; see UnitScorer.stop."""
         if self._units is not None:
             self._units.stop()

@@ -55,10 +55,7 @@ def should_compile(model: Any, device: torch.device) -> bool:
 
 
 def expert_count(config: Any) -> int | None:
-    """Return the number of experts in each mixture-of-experts layer; None for a dense model.
-
-    Different model families store this number in config fields with different names.
-    """
+    """Return the number of experts in each mixture-of-experts layer; None for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = (config, getattr(config, "ffn_config", None))
     return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
@@ -76,13 +73,11 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the decoder layers in place, for any number of tokens."""
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 
 
 def uncompile_layers(model: Any) -> None:
-    """Undo `compile_layers`."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None
 

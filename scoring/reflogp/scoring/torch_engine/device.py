@@ -62,7 +62,6 @@ class Mark:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait until the mark has passed."""
         if self._event is not None:
             self._event.synchronize()
 

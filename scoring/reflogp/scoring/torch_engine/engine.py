@@ -194,15 +194,6 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass as soon as it has finished; `flow` describes the possible outcomes.
-
-        Args:
-            sequences: sequences that this model can score (see `problems`).
-            skip: indices of sequences to skip.
-            temperature: the logits are divided by this number.
-            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
-                sequences.
-        """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
     def flow(
@@ -223,9 +214,6 @@ class TorchEngine:
                 then computed only once, and most passes are full. The engine iterates over `groups` in a background thread. The
                 iterator must not block. If no sequences are available yet, it must yield an empty group. For an empty group,
                 `flow` waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
-            temperature: the logits are divided by this number.
-            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
-                sequences, counted across all groups (see Yields).
 
         Yields:
             For each pass, a list of (index, outcome). The index of a sequence is counted from 0 across all groups. The outcome
@@ -337,10 +325,6 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit in memory. After `_GOOD_PASSES` such passes in a row, double the token budget if it was halved.
-
-        The token budget never exceeds its first value. The new budget applies to passes that have not been prepared yet.
-        """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
             self._good_passes = 0
@@ -374,7 +358,6 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """Wait for a pass and return its outcomes; remove its sequences from `waiting`, because they have outcomes now."""
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
@@ -387,16 +370,12 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Return the current maximum number of tokens in a pass."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Yield the passes that score all groups; for an empty group, yield None.
-
-        Each sequence gets an index, counted across all groups, and is added to `waiting` under this index.
-        """
+        """Yield the passes that score all groups; for an empty group, yield None."""
         count = 0
         for group in groups:
             if not group:

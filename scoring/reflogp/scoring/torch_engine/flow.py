@@ -46,7 +46,6 @@ class InFlight:
     """A launched pass whose values may not be on the host yet.
 
     Attributes:
-        unit: the pass.
         values: tensor on the host that receives the log-probs; it is complete once the mark `landed` has passed.
         began, landed: marks in the device's stream. `began` comes before the pass, `landed` after the copy of the pass's values
             to the host.
@@ -58,10 +57,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the pass, and return (index, token_logps) for each sequence.
-
-        For a sequence with values that are not finite, an error message takes the place of token_logps.
-        """
+        """Wait for the pass, and return (index, token_logps) for each sequence."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []

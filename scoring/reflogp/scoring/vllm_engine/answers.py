@@ -72,11 +72,6 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
     The log-probs must be finite and, except for rounding errors, not positive. vLLM must have computed the positions that
     predict the completion, instead of reading them from its cache.
-
-    Args:
-        values: the log-probs in the response, float32, or None if it contains no log-probs.
-        cached: number of tokens that vLLM read from its cache instead of computing them.
-        sequence: the sequence that was scored.
     """
     if values is None or len(values) != len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
         return False
@@ -99,7 +94,6 @@ ANSWERS = pa.schema(
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Encode (number, request) pairs; see `encode_sequences`."""
     numbered = list(requests)
     columns = {
         "number": pa.array([number for number, _ in numbered], pa.int64()),
@@ -109,7 +103,6 @@ def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
 
 
 def requests_of(body: bytes) -> list[tuple[int, Request]]:
-    """Decode the (number, request) pairs that `requests_body` encoded."""
     sequences, table, _ = decode_sequences(body)
     numbers, reads = (table[name].to_pylist() for name in ("number", "reads_cache"))
     return [

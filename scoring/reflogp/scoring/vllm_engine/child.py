@@ -45,7 +45,6 @@ class VllmProcess:
 
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
-        loading: vLLM's arguments, from `vllm_options`.
         unchanged: function that returns a context manager. vLLM loads the model while the context manager is active. The
             context manager raises FileChangedError if the model's files are not those of the reference.
 
@@ -65,18 +64,13 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Length, in tokens, of the longest sequence that vLLM can score.
-
-        This is one less than vLLM's limit, because the limit includes the token that vLLM samples.
-        """
+        """This is one less than vLLM's limit, because the limit includes the token that vLLM samples."""
         return int(self._about["max_model_len"]) - 1
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens in a pass.
-
-        This is as many tokens as vLLM computes in `_STEPS` steps, or fewer if `PASSES` passes of that size would not fit in the
-        cache.
+        """This is as many tokens as vLLM computes in `_STEPS` steps, or fewer if `PASSES` passes of that size would not fit in
+        the cache.
         """
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
@@ -89,7 +83,6 @@ class VllmProcess:
         return int(self._about["block_size"])
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why vLLM cannot score a sequence with these images; see Transport.problem_of_images."""
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
@@ -105,18 +98,15 @@ class VllmProcess:
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send all requests and yield responses as they arrive; see Transport.ask."""
         if self._running is None:
             raise EngineError("the engine was closed")
         return self._running.ask(requests, salt)
 
     def provenance(self) -> dict[str, Any]:
-        """Return vLLM's version and settings; see Transport.provenance."""
         kept = ("vllm", "method", "block_size", "prefix_cache", "device", "batch_invariant", "tensor_parallel")
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        """Restart the process if it has exited; see Transport.revive. Raises the same errors as the constructor."""
         if self._running is not None and not self._running.ended():
             return False
         if self._is_closed:
@@ -134,7 +124,6 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """Stop the process, which cannot be restarted afterwards."""
         self._is_closed = True
         self._end()
 
@@ -156,10 +145,7 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """Return a queue for the responses to the requests with these numbers.
-
-        None in the queue means that no more responses will come.
-        """
+        """None in the queue means that no more responses will come."""
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -238,7 +224,6 @@ def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Ite
 
 
 def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
-    """Read responses and put each into its request's queue, until the process exits."""
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
@@ -268,7 +253,6 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process and its children: close the process's stdin, wait until it exits, and kill its process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

@@ -129,17 +129,11 @@ class VllmEngine:
     response is invalid, it is discarded and its sequence is sent again without the cache. If vLLM exits, it is restarted and
     scoring continues. A sequence that makes vLLM exit is identified and skipped.
 
-    Args:
-        transport: connection to a vLLM process or server that has loaded the reference model.
-        reference: the reference whose values are computed.
-
     Attributes:
-        token_budget: maximum number of tokens in a pass.
         pass_seconds: maximum device time of a pass in seconds (see PassEngine). This engine ignores the limit, because vLLM
             interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
-        vocab_size: number of tokens in the model's vocabulary.
         claim: dict of entries that `provenance` adds. If vLLM runs as a server, whose weights reflogp cannot read, the entries
             say whether `server.check_claim` has compared the server's log-probs with locally computed log-probs. The dict is
             empty if vLLM runs as a local process.
@@ -156,20 +150,14 @@ class VllmEngine:
         self.restarts = 0
 
     def score(self, sequences: list[Sequence]) -> list[Logps]:
-        """Return each sequence's token_logps, float32, in the order of `sequences`.
-
-        Raises InvalidSequencesError if some sequences cannot be scored.
-        """
         problems = self.problems(sequences)
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that vLLM cannot score, as a dictionary from index to reason."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) for each sequence, as soon as the sequence's pass has finished."""
         for landed in self.passes(sequences, skip):
             yield from landed
 
@@ -180,11 +168,7 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass; see PassEngine.passes.
-
-        Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
-
-        `before` is called before each pass is sent, with the indices of the pass's sequences.
+        """Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
 
         Raises:
             EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), a
@@ -198,11 +182,7 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups of sequences as they arrive; see PassEngine.flow.
-
-        The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed.
-        Raises the same errors as `passes`.
-        """
+        """The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed."""
         if temperature != 1.0:
             raise EngineError(
                 f"temperature {temperature}: vLLM computes log-probs of given tokens only at temperature 1; use --engine torch"
@@ -218,11 +198,9 @@ class VllmEngine:
         return TokenCounts()
 
     def provenance(self) -> dict[str, Any]:
-        """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
-        """Stop vLLM's process, or close the connections to the server; see Engine.close."""
         self._transport.close()
 
     def _problem(self, sequence: Sequence) -> str | None:
@@ -298,7 +276,6 @@ class VllmEngine:
             yield landed
 
     def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
-        """Return the indices of the sequences whose requests may read vLLM's prefix cache."""
         if not self._transport.reads_cache:
             return set()
         if self._transport.block_size is None:
@@ -338,12 +315,7 @@ class _Pass:
 
 
 class _Flight:
-    """A pass whose requests have been sent to vLLM.
-
-    Attributes:
-        indices: indices of the pass's sequences.
-        retries: number of sequences that were sent again because their responses were discarded.
-    """
+    """A pass whose requests have been sent to vLLM."""
 
     def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
         self.indices = asked.indices
@@ -378,7 +350,6 @@ class _Flight:
         return [*self._unread, *outcomes]
 
     def _ask(self, indices: list[int], readers: Collection[int]) -> Iterator[Answer]:
-        """Send requests for some sequences, and return an iterator over the responses."""
         requests = []
         for index in indices:
             sequence = self._sequences[index]

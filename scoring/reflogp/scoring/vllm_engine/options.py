@@ -114,13 +114,6 @@ def vllm_options(
 ) -> Loading:
     """Return the `vllm.LLM` arguments, and the adapter if any, that vLLM needs to compute a reference's values.
 
-    Args:
-        model: local model folder.
-        reference: the reference whose values vLLM will compute.
-        tensor_parallel: number of GPUs to split the model across.
-        trust_remote_code: whether to run modeling code from the checkpoint.
-        chosen: arguments that the user has set; each must be in ALLOWED.
-
     Raises:
         UsageError: `chosen` is refused by `check_options`.
         UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
@@ -172,10 +165,7 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return a phrase that says how a model differs from the tested models of its family, for the end of an error message.
-
-    Return an empty string if the model does not differ from them.
-    """
+    """Return a phrase that says how a model differs from the tested models of its family, for the end of an error message."""
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of type {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
@@ -189,7 +179,6 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
 
 
 def _no_images(checkpoint: Checkpoint) -> str | None:
-    """Return why vLLM cannot use this model to score rows with images, or None if it can."""
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"

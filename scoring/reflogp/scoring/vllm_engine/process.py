@@ -56,19 +56,15 @@ class Scorer:
     """vLLM's engine, used only to compute the log-probs of given completions.
 
     Args:
-        options: arguments for `vllm.LLM`.
-        adapter: folder of the LoRA adapter, or None.
         no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If `no_images` is
             None, test images are scored at startup.
 
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
             the completion's values; with "prompt_logprobs", it computes the values of all tokens.
-        device: name of the device.
         block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
         max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
-        reads_cache: True if vLLM's prefix cache is enabled.
         batched_tokens: maximum number of tokens that vLLM processes in one step.
         images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
             processor for the model.
@@ -145,11 +141,6 @@ class Scorer:
 
     def add(self, number: int, request: Request, salt: str) -> None:
         """Send a request to vLLM.
-
-        Args:
-            number: number that identifies the request. The response contains it as `at`.
-            request: the sequence to score, and whether vLLM may read its prefix cache for this sequence.
-            salt: only requests with the same salt can reuse each other's cached prefixes.
 
         Raises ImageRefusedError if vLLM cannot score the request because of its images.
         """
@@ -237,7 +228,6 @@ class Scorer:
         raise RuntimeError("vLLM does not return log-probs of the tokens in a request")
 
     def _finished(self) -> list[Answer]:
-        """Run steps until all requests have finished; return the responses, sorted by request number."""
         found: list[Answer] = []
         while self.busy():
             found += self.step()
@@ -248,9 +238,6 @@ class Scorer:
 
         The same completion is scored three times: after each of two different images, and again after the first of them, which
         is then in the cache.
-
-        Raises ImageRefusedError if vLLM fails or returns no valid values, if the values are the same after both images, or if
-        the values after the first image change when that image is read from the cache.
         """
         found: list[Any] = []
         try:
@@ -288,7 +275,6 @@ class Process:
         self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Answer requests until stdin is closed."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
         waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
@@ -332,7 +318,6 @@ def _installed(distribution: str) -> bool:
 
 
 def main() -> None:
-    """Read the configuration, load the model, and answer requests until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process should end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # vLLM's own output must not mix with the frames

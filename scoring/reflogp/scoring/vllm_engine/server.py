@@ -40,7 +40,6 @@ _MINUS_INFINITY = -9999.0
 
 
 def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-    """Return (URL path, JSON body) for a request in the given form."""
     ids = request.ids.tolist()
     if form == "completions":
         return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -109,8 +108,6 @@ class ServerPlace:
     Attributes:
         url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
         model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
-        key: API key for the server, or None.
-        concurrency: maximum number of concurrent requests.
         patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
     """
 
@@ -124,9 +121,6 @@ class ServerPlace:
 class VllmServer:
     """A connection to a running vLLM server. Whether the server's model is the reference model is not checked here.
 
-    Args:
-        place: the server's address, and the settings for sending requests to it.
-
     Raises:
         UsageError: the URL is invalid, the server does not serve a model with the name `place.model`, or the name is None and
             the server does not serve exactly one model.
@@ -135,7 +129,6 @@ class VllmServer:
 
     Attributes:
         form: the best request form in FORMS that the server supports.
-        max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
     block_size: int | None = None
@@ -163,7 +156,6 @@ class VllmServer:
         self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why a server cannot score sequences with images; see Transport.problem_of_images."""
         # /inference/v1/generate accepts images together with token ids, in the field content_parts or in the field features.
         # With content_parts, the server itself replaces each placeholder with image tokens. With features, the caller must send
         # tensors and token ranges from vLLM's own processor, and these ranges cannot exclude text tokens between the tokens of
@@ -171,7 +163,6 @@ class VllmServer:
         return "a vLLM server generates image tokens with its own image processor, whose settings reflogp cannot check"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests and yield responses; see Transport.ask. If the server does not respond, wait and retry."""
         futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
         return self._answers(futures)
 
@@ -189,14 +180,10 @@ class VllmServer:
         return False
 
     def provenance(self) -> dict[str, Any]:
-        """Return the server's version and the request form; see Transport.provenance.
-
-        The provenance omits the server's address and its name for the model, because they may be confidential.
-        """
+        """The provenance omits the server's address and its name for the model, because they may be confidential."""
         return {"engine": "remote", "vllm": self._version, "method": self.form}
 
     def close(self) -> None:
-        """Close the connections and abort requests in flight."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
@@ -211,7 +198,6 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer), None
 
     def _answers_others(self) -> bool:
-        """Return whether the server answers a short test sequence."""
         path, body = question(self.form, self._model, _TEST_REQUEST, "probe")
         try:
             return self._http.request("POST", path, json=body).status_code == 200
@@ -243,7 +229,6 @@ class VllmServer:
         raise EngineError(f"{self._place.url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the response's JSON. Raise EngineError if the status is not 200."""
         return self._json(self._sent(method, path, body, _LATER), path)
 
     def _json(self, response: httpx.Response, path: str) -> dict[str, Any]:
@@ -292,7 +277,6 @@ class VllmServer:
 
 
 def _said(response: httpx.Response) -> str:
-    """Return the first line of the error message in a response, shortened."""
     try:
         said = response.json()
         said = said.get("error", said) if isinstance(said, dict) else said
@@ -320,13 +304,6 @@ def check_claim(
 
     Return the entries to add to the engine's provenance: `reference`, which is "checked", and `reference_difference`, the root
     mean square difference between the server's values and the local values in nats.
-
-    Args:
-        engine: engine that is connected to the server.
-        model: checkpoint with the reference's weights.
-        reference: the reference that the server is expected to serve.
-        device: device to load the local weights on.
-        trust_remote_code: whether to run modeling code from the checkpoint.
 
     Raises:
         EngineError: the server's values differ from the local values, or the local weights cannot be loaded.
