@@ -5,7 +5,6 @@ An engine's libraries are imported only when the engine is loaded.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
@@ -15,12 +14,9 @@ from typing import Any, Literal, Protocol
 
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
-from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
+from reflogp.store import Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import ReferenceFiles, autocast_dtype, read_reference_files
-
-#: Maximum number of attempts to load a model. An attempt fails if a file or its timestamps change while the model is loaded.
-_LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
 
@@ -191,20 +187,10 @@ class EngineChoice:
 
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.
-            FileChangedError: a file changed while the model was being loaded.
+            FileChangedError: a file or its timestamps changed while the model was being loaded.
             UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
-        for attempt in range(_LOAD_ATTEMPTS):
-            try:
-                return self._made(model, reference)
-            except FileChangedError as error:  # try again: new permissions or hard links also change timestamps
-                if isinstance(error, ContentMismatchError) or attempt == _LOAD_ATTEMPTS - 1:
-                    raise
-                gc.collect()
-        raise AssertionError("unreachable")
-
-    def _made(self, model: str, reference: Reference) -> PassEngine:
         match self.name:
             case "torch":
                 with reference_files(model, reference).unchanged() as checkpoint:
