@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
-from reflogp.store.texts import counted
+from reflogp.store.texts import counted, first_line
 
 #: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
@@ -50,7 +50,7 @@ def connect(address: str | None) -> bool:
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
-        raise UsageError(f"cannot connect to a Ray cluster at {where}: {_first_line(error)} ({hint})") from error
+        raise UsageError(f"cannot connect to a Ray cluster at {where}: {first_line(error)} ({hint})") from error
     return True
 
 
@@ -113,7 +113,7 @@ def reason_of(error: RayError) -> str:
         return "the worker's node died"
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
         return "the worker's process was killed or crashed"
-    return _first_line(error)
+    return first_line(error)
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
@@ -122,10 +122,6 @@ def raised_on(node: str, error: RayTaskError) -> ReflogpError:
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
     return kind(f"on node {node}: {said}")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

@@ -79,8 +79,6 @@ def attend(
 
 @cache
 def _loading_problem() -> str | None:
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return f"torch {torch.__version__} does not report which instructions this CPU supports"
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
