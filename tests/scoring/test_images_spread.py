@@ -23,7 +23,7 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine import Place
 from reflogp.scoring.runs import scheduler, unit_queue
 from reflogp.scoring.runs.misses import Miss
-from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset

@@ -24,7 +24,7 @@ from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
 from reflogp.scoring.runs.watch import Clock, Pulse
@@ -235,7 +235,6 @@ class Scheduler:
         return Work(self._work.seconds, counts, provenance, self._work.workers)
 
     def _is_alone(self) -> bool:
-        """Return True if the engine of this process gets all misses."""
         return self._source is None or not self._source.may_come
 
     def _is_full(self) -> bool:
@@ -244,7 +243,6 @@ class Scheduler:
         return len(self._queue) >= self._unit_size() * self._engines()
 
     def _engines(self) -> int:
-        """Return the approximate number of engines that share the remaining sequences."""
         return max(1, (0 if self._source is None else self._source.count) + (self._own is not None))
 
     def _unit_size(self) -> int:
