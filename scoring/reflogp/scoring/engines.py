@@ -156,7 +156,6 @@ class EngineChoice:
         return "float32" if on_cpu else "bfloat16"
 
     def require_dtype(self, dtype: str) -> None:
-        """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:
             raise UsageError(
                 f"{dtype} means float32 weights under torch.autocast, which the {self.name} engine does not support; "
@@ -235,14 +234,13 @@ class EngineChoice:
 
     def _remote(self, model: str, reference: Reference) -> PassEngine:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
-        from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, check_claim
+        from reflogp.scoring.vllm_engine.server import VllmServer, check_claim
 
         if self.url is None:
             raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url, or EngineChoice(url=…)")
-        place = ServerPlace(
-            self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
-        )
-        engine = VllmEngine(VllmServer(place), reference)
+        key = os.environ.get("VLLM_API_KEY")
+        server = VllmServer(self.url, self.served_model, key, self.concurrency, self.patience_seconds)
+        engine = VllmEngine(server, reference)
         engine.claim = {"reference": "claimed"}
         if self.check_claim:
             with reference_files(model, reference).unchanged() as checkpoint:
