@@ -107,7 +107,7 @@ class VllmProcess:
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        if self._running is not None and not self._running.ended():
+        if self._running is not None and not self._running.inboxes.closed:
             return False
         if self._is_closed:
             raise EngineError("the engine was closed")
@@ -115,7 +115,7 @@ class VllmProcess:
         with contextlib.ExitStack() as undo:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
-                undo.callback(running.close)
+                undo.callback(running.end)
             if self._is_closed:  # the engine was closed while vLLM was loading
                 raise EngineError("the engine was closed")
             undo.pop_all()
@@ -129,7 +129,7 @@ class VllmProcess:
 
     def _end(self) -> None:
         if self._running is not None:
-            self._running.close()
+            self._running.end()
             self._running = None
 
 
@@ -169,7 +169,7 @@ class _Running:
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()
-        self._inboxes = _Inboxes()
+        self.inboxes = _Inboxes()
         words: deque[str] = deque(maxlen=_LAST_WORDS)
         try:
             process = subprocess.Popen(
@@ -182,7 +182,7 @@ class _Running:
             )
         except OSError as error:
             raise UsageError(f"vLLM's Python interpreter {python} cannot be run: {error.strerror}") from error
-        self._end = weakref.finalize(self, _end, process)
+        self.end = weakref.finalize(self, _end, process)
         self._in, out = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         listening = threading.Thread(target=_listen, args=(process.stderr, words), daemon=True)
         listening.start()
@@ -196,22 +196,16 @@ class _Running:
             reason = frame[0]["error"] if frame is not None else f"vLLM's process exited with status {process.returncode}"
             raise _error_of_start(python, reason, list(words))
         self.about = frame[0]
-        threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()
+        threading.Thread(target=_read, args=(out, self.inboxes), name="vllm", daemon=True).start()
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         numbers = [next(self._numbers) for _ in requests]
-        inbox = self._inboxes.open(numbers)
+        inbox = self.inboxes.open(numbers)
         if requests:
             with contextlib.suppress(BrokenPipeError):  # if the process has exited, `_read` closes the inboxes
                 self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)
-
-    def ended(self) -> bool:
-        return self._inboxes.closed
-
-    def close(self) -> None:
-        self._end()
 
 
 def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Iterator[Answer]:

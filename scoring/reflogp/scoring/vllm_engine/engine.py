@@ -51,10 +51,6 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
     sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first
     completion token. Because the sequences are sorted, each of them has its longest common prefix with the sequence directly
     before or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
-
-    Args:
-        ordered: sequences in the order of `prefix_order`.
-        block_size: number of tokens in a cache block.
     """
     common = [0, *(common_prefix(a, b) for a, b in pairwise(sequence.ids() for sequence in ordered)), 0]
     longest = [max(before, after) for before, after in pairwise(common)]
@@ -71,7 +67,7 @@ _WINDOW = 8_192
 _IMAGE_BYTES = 256 << 20
 #: Number of passes in flight at the same time, so that vLLM never has to wait for the next pass.
 PASSES = 2
-#: Maximum number of consecutive times that vLLM may exit without returning a value. `_flow` increases this maximum by the
+#: Maximum number of consecutive times that vLLM may exit without returning a value. `flow` increases this maximum by the
 #: number of exits that a search by halving may need.
 _DEATHS = 6
 
@@ -187,42 +183,8 @@ class VllmEngine:
             raise EngineError(
                 f"temperature {temperature}: vLLM computes log-probs of given tokens only at temperature 1; use --engine torch"
             )
+        coming = iter(groups)
         sequences: dict[int, Sequence] = {}
-        for landed in self._flow(iter(groups), sequences, before):
-            for number, _ in landed:
-                del sequences[number]
-            yield landed
-
-    def token_counts(self) -> TokenCounts:
-        """Return counts of 0, because this process does not know which tokens vLLM reads from its prefix cache."""
-        return TokenCounts()
-
-    def provenance(self) -> dict[str, Any]:
-        return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def _problem(self, sequence: Sequence) -> str | None:
-        if sequence.attention_mask is not None:
-            return "the sequence is a row of a padded batch, and vLLM cannot score such rows; use --engine torch"
-        if sequence.images is not None:
-            reason = self._transport.problem_of_images(sequence.images)
-            if reason is not None:
-                return f"the sequence has images, but {reason}; use --engine torch"
-        if len(sequence) > self._transport.max_tokens:
-            return (
-                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; "
-                f"set max_length to at most {self._transport.max_tokens}, or use --engine torch"
-            )
-        return problem_of(sequence, self.vocab_size, None)
-
-    def _flow(
-        self,
-        groups: Iterator[list[Sequence]],
-        sequences: dict[int, Sequence],
-        before: Callable[[list[int]], None] | None,
-    ) -> Iterator[list[tuple[int, Outcome]]]:
         line: deque[_Pass] = deque()
         readers: set[int] = set()
         flying: deque[_Flight] = deque()
@@ -232,7 +194,7 @@ class VllmEngine:
         group: list[Sequence] | None = []
         while True:
             while len(flying) < (1 if suspects else PASSES):
-                if not line and group is not None and (group := next(groups, None)):
+                if not line and group is not None and (group := next(coming, None)):
                     numbers = range(count, count := count + len(group))
                     sequences.update(zip(numbers, group, strict=True))
                     ordered = [numbers[at] for at in prefix_order([sequence.ids() for sequence in group])]
@@ -273,7 +235,33 @@ class VllmEngine:
             numbers_done = {index for index, _ in landed}
             suspects -= numbers_done
             readers -= numbers_done
+            for number in numbers_done:
+                del sequences[number]
             yield landed
+
+    def token_counts(self) -> TokenCounts:
+        """Return counts of 0, because this process does not know which tokens vLLM reads from its prefix cache."""
+        return TokenCounts()
+
+    def provenance(self) -> dict[str, Any]:
+        return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _problem(self, sequence: Sequence) -> str | None:
+        if sequence.attention_mask is not None:
+            return "the sequence is a row of a padded batch, and vLLM cannot score such rows; use --engine torch"
+        if sequence.images is not None:
+            reason = self._transport.problem_of_images(sequence.images)
+            if reason is not None:
+                return f"the sequence has images, but {reason}; use --engine torch"
+        if len(sequence) > self._transport.max_tokens:
+            return (
+                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; "
+                f"set max_length to at most {self._transport.max_tokens}, or use --engine torch"
+            )
+        return problem_of(sequence, self.vocab_size, None)
 
     def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
         if not self._transport.reads_cache:
@@ -329,10 +317,7 @@ class _Flight:
         self._answers = self._ask(self._asked, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes.
-
-        Raises VllmEndedError if vLLM exits.
-        """
+        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:

@@ -2,11 +2,11 @@
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
 environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The caller and the process exchange
-the following messages. The names in parentheses are the schemas of the Arrow streams in a message's body (see answers.py). The
+the following messages. The functions in parentheses, in answers.py, encode the messages' bodies. The
 process sends `ready` when the model is loaded, and `dying` before it exits because of an error.
 
-    caller -> process   configure, then score (+ REQUESTS, PICTURES)
-    process -> caller   ready, answers (+ ANSWERS), dying
+    caller -> process   configure, then score (requests_body)
+    process -> caller   ready, answers (answers_table), dying
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Scorer:
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
             the completion's values; with "prompt_logprobs", it computes the values of all tokens.
-        block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
         max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
         batched_tokens: maximum number of tokens that vLLM processes in one step.
@@ -265,42 +264,36 @@ class Scorer:
             raise ImageRefusedError("vLLM's values for a test image change when vLLM reads the image from its prefix cache")
 
 
-class Process:
-    """A loop that sends requests from stdin to vLLM and writes vLLM's values to stdout."""
+def answer_requests(scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
+    """Send the requests that arrive from `source` to vLLM, and write vLLM's values to `out`, until `source` is closed."""
+    send(out, {"op": "ready", **scorer.about()})
+    coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(source, coming), name="frames", daemon=True).start()
+    waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
+    while True:
+        while not coming.empty() or not (waiting or scorer.busy()):
+            frame = coming.get()
+            if frame is None:
+                return
+            message, body = frame
+            waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
+        answers: list[Answer] = []
+        while waiting and scorer.fits(len(waiting[-1][1].ids)):
+            number, request, salt = waiting.pop()
+            try:
+                scorer.add(number, request, salt)
+            except ImageRefusedError as error:
+                answers.append(Answer(number, None, 0, str(error)))
+        if answers := answers + list(scorer.step()):
+            send(out, {"op": "answers"}, stream_bytes(answers_table(answers)))
 
-    def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
-        self._scorer = scorer
-        self._source = source
-        self._out = out
-        self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
-    def run(self) -> None:
-        send(self._out, {"op": "ready", **self._scorer.about()})
-        threading.Thread(target=self._read, name="frames", daemon=True).start()
-        waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
-        while True:
-            while not self._coming.empty() or not (waiting or self._scorer.busy()):
-                frame = self._coming.get()
-                if frame is None:
-                    return
-                message, body = frame
-                waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
-            answers: list[Answer] = []
-            while waiting and self._scorer.fits(len(waiting[-1][1].ids)):
-                number, request, salt = waiting.pop()
-                try:
-                    self._scorer.add(number, request, salt)
-                except ImageRefusedError as error:
-                    answers.append(Answer(number, None, 0, str(error)))
-            if answers := answers + list(self._scorer.step()):
-                send(self._out, {"op": "answers"}, stream_bytes(answers_table(answers)))
-
-    def _read(self) -> None:
-        while (frame := read_frame(self._source)) is not None:
-            self._coming.put(frame)
-        self._coming.put(None)
-        # The caller has closed stdin or has exited, and does not need the responses to the requests in flight.
-        threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
+def _read(source: BinaryIO, coming: queue.SimpleQueue[Frame | None]) -> None:
+    while (frame := read_frame(source)) is not None:
+        coming.put(frame)
+    coming.put(None)
+    # The caller has closed stdin or has exited, and does not need the responses to the requests in flight.
+    threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 
 def send(out: BinaryIO, message: dict[str, Any], body: bytes = b"") -> None:
@@ -326,7 +319,7 @@ def main() -> None:
         return
     try:
         loading = frame[0]
-        Process(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out).run()
+        answer_requests(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out)
     except BrokenPipeError:
         os._exit(0)
     except Exception as error:  # vLLM may raise any error; its log contains the details
