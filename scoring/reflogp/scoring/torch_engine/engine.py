@@ -387,10 +387,6 @@ class TorchEngine:
             yield from self._units_of(places, waiting)
 
     def _units_of(self, places: list[int], waiting: dict[int, Sequence]) -> Iterator[Unit]:
-        for unit in self._units([waiting[place] for place in places]):
-            yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
-
-    def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Divide the sequences into passes of at most `_pass_limit` tokens, and yield the passes.
 
         A sequence that is longer than this limit, or longer than the model's `rope_limit`, is scored alone. Sequences with an
@@ -401,16 +397,17 @@ class TorchEngine:
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
-        seen: dict[bytes, list[int]] = {}  # indices of sequences with images, by processor settings
-        for index, sequence in enumerate(sequences):
+        seen: dict[bytes, list[int]] = {}  # places of sequences with images, by processor settings
+        for place in places:
+            sequence = waiting[place]
             if limit is not None and len(sequence) > limit:
-                groups.append([index])
+                groups.append([place])
             elif sequence.images is not None:
-                seen.setdefault(sequence.images.vision.tokens.settings, []).append(index)
+                seen.setdefault(sequence.images.vision.tokens.settings, []).append(place)
             else:
-                (plain if sequence.attention_mask is None else masked).append(index)
+                (plain if sequence.attention_mask is None else masked).append(place)
         for chosen in (*groups, plain, *seen.values(), masked):
-            for unit in self._shared_units([sequences[index] for index in chosen]):
+            for unit in self._shared_units([waiting[place] for place in chosen]):
                 yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
@@ -442,7 +439,6 @@ class TorchEngine:
         return "padded" in self.self_check.rejected
 
     def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
-        """Start a pass; return None if memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         try:
             began = Mark(self.device)
