@@ -387,7 +387,7 @@ def test_items_are_made_ahead_and_no_further():
             yield number
 
     with Prefetch(items(), 3, "reflogp-test") as ahead:
-        iterator = iter(ahead)
+        iterator = ahead.items(lambda: None)
         assert next(iterator) == 0
         time.sleep(0.3)
         assert made == [0, 1, 2, 3, 4]
@@ -401,7 +401,7 @@ def test_what_goes_wrong_ahead_is_raised_behind_what_was_made():
         raise DatasetError("broken")
 
     with Prefetch(items(), 3, "reflogp-test") as ahead:
-        iterator = iter(ahead)
+        iterator = ahead.items(lambda: None)
         assert next(iterator) == 1
         with pytest.raises(DatasetError, match="broken"):
             next(iterator)
@@ -418,7 +418,7 @@ def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
             closed.append(threading.current_thread().name)
 
     with Prefetch(items(), 2, "reflogp-test") as ahead:
-        assert next(iter(ahead)) == 1
+        assert next(ahead.items(lambda: None)) == 1
     assert closed == ["reflogp-test"]
 
 

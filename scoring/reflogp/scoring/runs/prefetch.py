@@ -41,9 +41,6 @@ class Prefetch(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[T]:
-        return self.items(lambda: None)
-
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
         """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.
 
