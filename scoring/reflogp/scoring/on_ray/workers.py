@@ -31,9 +31,9 @@ from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 from reflogp.store.texts import counted
 
-#: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after PLACE_SECONDS. A node that Ray adds takes
-#: minutes to start.
-_SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
+#: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after _PLACE_SECONDS. A node that Ray adds
+#: takes minutes to start.
+_SAID_SECONDS, _PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
@@ -62,7 +62,6 @@ class ClusterWorkers:
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
-        place_seconds: if Ray has not placed any worker after this many seconds, the run fails.
     """
 
     may_come = True
@@ -74,14 +73,12 @@ class ClusterWorkers:
         reference: Reference,
         choice: EngineChoice,
         count: int | None = None,
-        place_seconds: float = PLACE_SECONDS,
     ) -> None:
         choice = on_workers(choice)
         self.count = count or default_workers(choice)
         folder = Path(model).expanduser()
         self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference.to_json(), asdict(choice))
         self._resources = resources_of(choice)
-        self._place_seconds = place_seconds
         self._table_folder = ""
         self._without_since: float | None = None
         self._said = False
@@ -93,7 +90,7 @@ class ClusterWorkers:
         """Start the missing workers; see Workers.begin.
 
         A worker that Ray has not placed yet does not count as missing. If no worker is placed, this method warns once after a
-        minute, and raises EngineError after `place_seconds`. Ray does not report whether a worker is waiting for resources or
+        minute, and raises EngineError after ten minutes. Ray does not report whether a worker is waiting for resources or
         for its process to start; therefore, only the time is measured.
         """
         self._require_places(is_any_placed)
@@ -112,11 +109,11 @@ class ClusterWorkers:
         waited = now - self._without_since
         asked = ", ".join(counted(int(count), name[4:-1].upper()) for name, count in self._resources.items() if count)
         what = f"no worker could start: each worker needs {asked}, and the Ray cluster has {describe_cluster()} in total"
-        if waited > self._place_seconds:
+        if waited > _PLACE_SECONDS:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for free resources or new nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {_PLACE_SECONDS:.0f} s for free resources or new nodes", stacklevel=2)
 
 
 class _RayWorker:
