@@ -6,7 +6,6 @@ import contextlib
 import time
 import warnings
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,6 @@ class NodeWorker(ScoringWorker):
 class ClusterWorkers:
     """Starts workers on the cluster that this process is connected to (see `cluster.connected`).
 
-    Implements `runs.scheduler.Workers`.
-
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
@@ -77,7 +74,7 @@ class ClusterWorkers:
         choice = on_workers(choice)
         self.count = count or default_workers(choice)
         folder = Path(model).expanduser()
-        self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference.to_json(), asdict(choice))
+        self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference, choice)
         self._resources = resources_of(choice)
         self._table_folder = ""
         self._without_since: float | None = None
@@ -117,8 +114,6 @@ class ClusterWorkers:
 
 
 class _RayWorker:
-    """A Worker that calls a NodeWorker actor."""
-
     def __init__(self, actor: Any, table_folder: str) -> None:
         self._actor = actor
         self._table_folder = table_folder

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,14 +56,13 @@ class LocalWorkers:
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
-        free = list(self._free)
-        self._free.clear()
-        return [self._begin(place) for place in free]
-
-    def _begin(self, place: Place) -> _LocalWorker:
-        choice = asdict(replace(self._choice, device=place.device))
-        made_of = (self._folder, None, self._reference.to_json(), choice, self._store, self._threads)
-        return _LocalWorker(place, made_of, self._free)
+        workers: list[Worker] = []
+        while self._free:
+            place = self._free.pop(0)
+            choice = replace(self._choice, device=place.device)
+            made_of = (self._folder, None, self._reference, choice, self._store, self._threads)
+            workers.append(_LocalWorker(place, made_of, self._free))
+        return workers
 
 
 class _LocalWorker:

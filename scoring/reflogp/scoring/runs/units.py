@@ -175,7 +175,7 @@ class UnitScorer:
         self._engine = engine
         self._table = table
         self._asked: dict[Miss, _Asked] = {}
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._counted = TokenCounts()
         self.scored = 0
@@ -217,18 +217,14 @@ class UnitScorer:
         asked = _Asked(problems, snapshot, len(misses))
         with self._changed:
             self._asked.update((miss, asked) for miss in misses)
-            while misses and self._error is None and not self._computing.put(misses, at_once=True):
+            while misses and self.error is None and not self._computing.put(misses, at_once=True):
                 self._changed.wait(_LOOK_SECONDS)
-            self._changed.wait_for(lambda: not asked.left or self._error is not None)
-            if asked.left and self._error is not None:
-                raise self._error
+            self._changed.wait_for(lambda: not asked.left or self.error is not None)
+            if asked.left and self.error is not None:
+                raise self.error
             so_far = self._engine.token_counts()
             token_counts, self._counted = so_far - self._counted, so_far
         return {"problems": asked.problems, "snapshot": asked.snapshot, "token_counts": token_counts}
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
 
     def stop(self) -> None:
         self._computing.stop()
@@ -248,7 +244,7 @@ class UnitScorer:
                         asked.left -= 1
                         asked.snapshot = snapshot
                 case Ended(error):
-                    self._error = error or EngineError("the worker was stopped")
+                    self.error = error or EngineError("the worker was stopped")
             self._changed.notify_all()
 
 
@@ -271,27 +267,23 @@ class _Asked:
     left: int
 
 
+@dataclass(eq=False, repr=False)  # Ray would write the fields into its logs
 class ScoringWorker:
-    """A worker with one engine. The arguments below can be pickled, so that the worker can be created in another process.
+    """A worker with one engine. The fields below can be pickled, so that the worker can be created in another process.
 
-    Args:
+    Attributes:
         model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
-        reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on the
-            worker's machine differ from the reference's.
-        choice: fields of an EngineChoice, as a dict.
+        reference: the model's reference; `prepare` raises UsageError if the weights on the worker's machine differ from it.
         threads: number of torch's CPU threads; used only if the engine uses no GPU (see EngineChoice.gpus).
     """
 
-    def __init__(
-        self, model: str, revision: str | None, reference: str, choice: dict[str, Any], store: str, threads: int
-    ) -> None:
-        self._model = model
-        self._revision = revision
-        self._reference = Reference.from_json(reference)
-        self._choice = EngineChoice(**choice)
-        self._store = store
-        self._threads = threads
-        self._units: UnitScorer | None = None
+    model: str
+    revision: str | None
+    reference: Reference
+    choice: EngineChoice
+    store: str
+    threads: int
+    _units: UnitScorer | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Load the engine and open the store. Return the provenance of the values that the engine will compute.
@@ -301,19 +293,19 @@ class ScoringWorker:
             ReflogpError: the store or the engine cannot be used on this machine.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
-        if not self._choice.gpus():
-            torch.set_num_threads(self._threads)
-        wanted = self._reference
-        folder = resolve_model(self._model, self._revision)
-        found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
+        if not self.choice.gpus():
+            torch.set_num_threads(self.threads)
+        wanted = self.reference
+        folder = resolve_model(self.model, self.revision)
+        found = describe_reference(self.model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self.revision)
         if found.reference_id != wanted.reference_id:
             raise UsageError(
-                f"{self._model} is a different model on this worker's machine: reference {found.reference_id}, "
+                f"{self.model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}; use the same weights on every machine"
             )
-        table = Store(self._store)[wanted.reference_id]
-        vision = VisionCache(str(folder), self._choice.trust_remote_code)
-        self._units = units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
+        table = Store(self.store)[wanted.reference_id]
+        vision = VisionCache(str(folder), self.choice.trust_remote_code)
+        self._units = units = UnitScorer(self.choice.make(str(folder), wanted), table, vision)
         return units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
