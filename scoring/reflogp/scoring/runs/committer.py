@@ -22,8 +22,6 @@ FIRST_COMMIT_SECONDS = 10.0
 
 
 class Committer:
-    """Commits values to one table."""
-
     def __init__(self, table: LogprobTable) -> None:
         self._table = table
         self._small_shards = small_shards_allowed()

@@ -297,6 +297,7 @@ def packed_attention(
     Raises:
         UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or `packed`
             has not set a layout.
+        KernelFailedError: the chosen kernel raised an error other than an out-of-memory error.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
@@ -351,7 +352,6 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention one branch at a time, on any device and in any dtype, with or without a soft cap and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -384,7 +384,6 @@ def _cpu_blocks_problem(call: Call) -> str | None:
 
 
 def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention for all branches in one call, on CPUs with bfloat16 instructions (cpu_attention.py)."""
     spans, paths = layout.tree()
     return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
@@ -603,8 +602,6 @@ def _torch_varlen_problem(call: Call) -> str | None:
 
 
 class _Kernel(NamedTuple):
-    """An attention kernel, with two functions that tell whether it can be used."""
-
     compute: Callable[[PackLayout, Call], torch.Tensor]
     is_installed: Callable[[], bool]
     problem: Callable[[Call], str | None]

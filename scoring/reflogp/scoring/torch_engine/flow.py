@@ -24,7 +24,6 @@ class Unit:
     """A forward pass to run: the input of the pass, and the indices of each sequence's values in the output of the pass.
 
     Attributes:
-        work: the input, which is a pack or the sequences of a padded batch.
         members: for each sequence, its index and the indices of its values in the output of the pass. In the units that
             `TorchEngine.flow` launches, the indices of the sequences are counted across all groups.
         tokens: number of tokens in the pass, including padding.
@@ -57,7 +56,6 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the pass, and return (index, token_logps) for each sequence."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []

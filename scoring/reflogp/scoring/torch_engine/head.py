@@ -59,7 +59,6 @@ class Head:
         backbone: the part of the model that computes hidden states.
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
-        log_sum_exp: the function that reduces the logits (see log_sum_exp.py).
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -82,7 +81,6 @@ class Head:
             states: the last layer's hidden states, shape (positions, hidden size), in the model's dtype.
             at: indices in `states` of the positions that predict the targets, int64 (n,).
             targets: token ids of the targets, int64 (n,).
-            temperature: the logits are divided by this number.
 
         Returns:
             The log-probs, float32 (n,).

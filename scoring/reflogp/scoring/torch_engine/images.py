@@ -146,7 +146,6 @@ class ImageFeatures:
     Args:
         model: the model. While inputs are built, it must use the attention implementation that it was loaded with, not
             that of packs.
-        device: the model's device.
         limit: maximum size of the kept features, in bytes.
     """
 
@@ -333,11 +332,7 @@ class _ReadError(Exception):
 
 @contextmanager
 def decoder_calls(model: Any, stop: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Collect the keyword arguments of each call to a model's text decoder while the block runs.
-
-    Args:
-        stop: whether to raise _ReadError instead of running the decoder.
-    """
+    """Collect the keyword arguments of each call to a model's text decoder while the block runs."""
     seen: list[dict[str, Any]] = []
 
     def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -34,7 +34,6 @@ class LoadedModel:
 
     Attributes:
         model: transformers model in evaluation mode on `device`; its parameters have no gradients.
-        dtype: dtype of the weights.
         autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
         vocab_size: number of rows of the output embedding; token ids must be smaller than this number.
         max_positions: maximum number of tokens of a sequence; None if there is no limit.
@@ -128,16 +127,6 @@ def _enlarge_vocabulary(model: Any, adapter: Adapter) -> None:
 
 
 def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> LoadedModel:
-    """Load a reference model.
-
-    Raises:
-        UsageError: the dtype is unknown, or the model does not exist (see `resolve_model` and `read_checkpoint`).
-        CheckpointError: the model's files cannot be read (see `read_checkpoint`).
-        OutOfMemoryError: the model does not fit on the device (checked before weights are read), or memory ran out while
-            loading.
-        EngineError: the device cannot be used, transformers cannot build the model, weights are missing from the files or have
-            the wrong shape, or the adapter cannot be loaded.
-    """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model))
     name = resolve_dtype(dtype, checkpoint.config)
     products = autocast_dtype(name)

@@ -468,7 +468,6 @@ def _samples(loaded: LoadedModel) -> list[list[Sequence]]:
 
 
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Compute a sequence's log-probs from the logits of an ordinary, unpadded call of the model."""
     return forward_single(model, sequence, device).cpu().numpy()
 
 

@@ -57,9 +57,7 @@ class SequenceImages:
     """The images of a prompt, in the order in which they appear.
 
     Attributes:
-        pictures: for each image, an object that can load it.
         counts: number of image tokens of each image.
-        vision: the model's processor.
         independent: True if an image's features do not depend on the prompt's other images.
     """
 

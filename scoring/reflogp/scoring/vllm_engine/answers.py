@@ -29,9 +29,7 @@ class Request(NamedTuple):
     Attributes:
         ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id
             (see reflogp.store.images).
-        prompt_len: number of prompt tokens.
         reads_cache: whether vLLM may read its prefix cache for this sequence.
-        images: the images of the prompt, or None.
     """
 
     ids: npt.NDArray[np.int64]
@@ -79,7 +77,6 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
 
 def problem_of_answer(values: Any) -> str:
-    """Return the error message for a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
     return "vLLM returned no valid log-probs for the sequence, even without the prefix cache; use --engine torch"

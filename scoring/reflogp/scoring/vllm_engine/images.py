@@ -44,7 +44,6 @@ class _Processed:
     """An image that vLLM's processor has processed.
 
     Attributes:
-        item: the processed image, as inputs for the model.
         ids: token ids from the first to the last image token, including text tokens between them, int64 (n,).
         is_image: for each token in `ids`, whether the model replaces it with the image's features, bool (n,).
         size: size of the tensors in `item`, in bytes.

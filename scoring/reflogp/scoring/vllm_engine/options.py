@@ -69,8 +69,6 @@ class Loading:
     """The arguments and the adapter that vLLM needs to load a reference.
 
     Attributes:
-        options: arguments for `vllm.LLM`.
-        adapter: folder of the LoRA adapter, or None.
         no_images: clause that says why vLLM cannot use this model to score rows with images, or None if vLLM can.
     """
 
