@@ -18,15 +18,13 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import pyarrow as pa
-
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
-from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
+from reflogp.scoring.runs.units import IN_FLIGHT, encode, split_stored
 from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
@@ -327,13 +325,11 @@ class Scheduler:
     def _not_stored(self, unit: Unit) -> list[Miss]:
         """From a lost worker's unit, return the misses that the store lacks; report the others as scored and committed."""
         now = self._table.snapshot()
-        keys = pa.array([miss.key for miss in unit.misses], pa.binary())
-        stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
-        done = [miss for miss, there in zip(unit.misses, stored, strict=True) if there]
+        done, others = split_stored(now, unit.misses)
         if done:
             self._report(Scored(done))
             self._report(Committed(done, now.number))
-        return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
+        return others
 
     def _may_have_more(self, member: _Member) -> bool:
         """A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the

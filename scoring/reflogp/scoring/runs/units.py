@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -31,21 +29,6 @@ from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
 from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.images import pixel_digest
-from reflogp.store.schema import one_array
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A decoded unit.
-
-    Attributes:
-        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
-        completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
-    """
-
-    keys: pa.Array
-    sequences: list[Sequence]
-    completion_lens: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -99,8 +82,8 @@ def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
     return encode_sequences(sent, columns, note), problems
 
 
-def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> Sent:
-    """Decode the bytes that `encode` returned.
+def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> list[Miss]:
+    """Decode the bytes that `encode` returned. The only row of each miss is its index in the unit.
 
     Args:
         find_vision: function that is called if the unit has images. It gets the folder of the run's image processor and the
@@ -108,14 +91,16 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """
     sent, table, note = decode_sequences(content)
     vision = None if note is None else find_vision(note[0], bytes.fromhex(note[1]))
-    sequences = []
-    for (ids, prompt_len, of_row), independent in zip(sent, table["independent"].to_pylist(), strict=True):
+    columns = (table[name].to_pylist() for name in ("key", "completion_len", "independent"))
+    misses = []
+    for index, ((ids, prompt_len, of_row), key, completion_len, independent) in enumerate(zip(sent, *columns, strict=True)):
         images = None
         if of_row is not None and vision is not None:
             pictures = tuple(_SentPicture(*image) for image in zip(of_row.digests, of_row.files, strict=True))
             images = SequenceImages(pictures, of_row.counts, vision, independent)
-        sequences.append(Sequence(ids[:prompt_len], ids[prompt_len:], images=images))
-    return Sent(one_array(table["key"]), sequences, table["completion_len"].to_numpy())
+        sequence = Sequence(ids[:prompt_len], ids[prompt_len:], images=images)
+        misses.append(Miss(key, sequence, completion_len, [index]))
+    return misses
 
 
 class VisionCache:
@@ -200,20 +185,13 @@ class UnitScorer:
         the values computed by then are committed.
         """
         unit = decode(content, self._vision.find)
-        problems = self._engine.problems(unit.sequences)
-        skip = set(problems)
+        problems = self._engine.problems([miss.sequence for miss in unit])
+        misses = [miss for index, miss in enumerate(unit) if index not in problems]
         snapshot: int | None = None
         if again:
             now = self._table.snapshot()
             snapshot = now.number
-            skip |= set(np.flatnonzero(are_stored(now, unit.keys, unit.sequences)).tolist())
-        misses = [
-            Miss(key, sequence, int(completion_len), [index])
-            for index, (key, sequence, completion_len) in enumerate(
-                zip(unit.keys.to_pylist(), unit.sequences, unit.completion_lens, strict=True)
-            )
-            if index not in skip
-        ]
+            _, misses = split_stored(now, misses)
         asked = _Asked(problems, snapshot, len(misses))
         with self._changed:
             self._asked.update((miss, asked) for miss in misses)
@@ -248,9 +226,14 @@ class UnitScorer:
             self._changed.notify_all()
 
 
-def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
-    """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence."""
-    return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
+def split_stored(now: Snapshot, misses: list[Miss]) -> tuple[list[Miss], list[Miss]]:
+    """Return the misses of which the snapshot contains all values, and the others."""
+    lengths = now.stored_lengths(pa.array([miss.key for miss in misses], pa.binary()))
+    stored: list[Miss] = []
+    others: list[Miss] = []
+    for miss, length in zip(misses, lengths, strict=True):
+        (stored if length >= len(miss.sequence.completion_ids) else others).append(miss)
+    return stored, others
 
 
 @dataclass(eq=False)
