@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -89,7 +89,7 @@ class ScoringPipeline:
             misses: misses that the engine can score (see Engine.problems).
             at_once: whether to commit as soon as the whole group has been scored.
         """
-        return self._groups.put(_Group(misses, at_once))
+        return self._groups.put(_Group(misses, at_once, len(misses)))
 
     def is_starved(self) -> bool:
         return self._groups.is_empty()
@@ -237,10 +237,7 @@ class _Group:
 
     misses: list[Miss]
     at_once: bool
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = len(self.misses)
+    left: int
 
 
 #: The outcomes of one pass, each with its miss and the group of the miss.

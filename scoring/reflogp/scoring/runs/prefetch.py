@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterable whose items a background thread produces in advance. Use it in a `with` block, so that the thread is stopped.
+    """An iterable whose items a background thread produces in advance. Close it, so that the thread is stopped.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
@@ -34,12 +34,6 @@ class Prefetch(Generic[T]):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name=name, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Prefetch[T]:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
         """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.

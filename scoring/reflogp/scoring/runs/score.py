@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -164,7 +165,7 @@ def score_dataset(
         run = _Run(table, before, scheduler, summary, watcher or ProgressCallbacks(), strict_engine)
         scheduler.open(table, run.note)
         looked_up = _looked_up(dataset, before, settings)
-        with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+        with closing(Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read")) as windows_ahead:
             try:
                 for window in windows_ahead.items(scheduler.look):
                     run.take(window)
