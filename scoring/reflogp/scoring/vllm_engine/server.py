@@ -305,8 +305,10 @@ def check_claim(
     here = TorchEngine(
         model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code
     )
-    sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
-    sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    draw = np.random.default_rng(0).integers
+    pairs = [[draw(0, engine.vocab_size, length) for length in lengths] for lengths in _CLAIM_LENGTHS]
+    sequences = [Sequence(prompt, completion) for prompt, completion in pairs]
+    sequences = [sequence for sequence in sequences if not (here.problems([sequence]) or engine.problems([sequence]))]
     if not sequences:
         raise EngineError(
             "the server's maximum length is too small: the server accepts none of the sequences that reflogp compares; start "
@@ -323,11 +325,3 @@ def check_claim(
             f"(root mean square), but at most {tolerance:.3g} nats are allowed"
         )
     return {"reference": "checked", "reference_difference": difference}
-
-
-def _claim_sequences(vocab_size: int) -> list[Sequence]:
-    random = np.random.default_rng(0)
-    return [
-        Sequence(random.integers(0, vocab_size, prompt), random.integers(0, vocab_size, completion))
-        for prompt, completion in _CLAIM_LENGTHS
-    ]
