@@ -62,26 +62,6 @@ class VllmProcess:
         self._is_closed = False
         self.revive()
 
-    @property
-    def max_tokens(self) -> int:
-        """This is one less than vLLM's limit, because the limit includes the token that vLLM samples."""
-        return int(self._about["max_model_len"]) - 1
-
-    @property
-    def token_budget(self) -> int:
-        """This is as many tokens as vLLM computes in `_STEPS` steps, or fewer if `PASSES` passes of that size would not fit in
-        the cache.
-        """
-        return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
-
-    @property
-    def reads_cache(self) -> bool:
-        return bool(self._about["prefix_cache"])
-
-    @property
-    def block_size(self) -> int | None:
-        return int(self._about["block_size"])
-
     def problem_of_images(self, images: SequenceImages) -> str | None:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
@@ -120,7 +100,12 @@ class VllmProcess:
                 raise EngineError("the engine was closed")
             undo.pop_all()
         self._running = running
-        self._about = running.about
+        about = self._about = running.about
+        self.max_tokens = int(about["max_model_len"]) - 1  # vLLM's limit includes the token that vLLM samples
+        fits = max(1, int(about["room_tokens"]) // PASSES)  # in the cache
+        self.token_budget = min(_STEPS * int(about["batched_tokens"]), fits)
+        self.reads_cache = bool(about["prefix_cache"])
+        self.block_size: int | None = int(about["block_size"])
         return True
 
     def close(self) -> None:

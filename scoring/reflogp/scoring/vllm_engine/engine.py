@@ -73,26 +73,20 @@ _DEATHS = 6
 
 
 class Transport(Protocol):
-    """A connection to vLLM."""
+    """A connection to vLLM.
 
-    @property
-    def max_tokens(self) -> int:
-        """Length, in tokens, of the longest sequence that vLLM can score."""
+    Attributes:
+        max_tokens: length, in tokens, of the longest sequence that vLLM can score.
+        token_budget: maximum number of tokens in a pass. Two passes are in flight at the same time.
+        reads_cache: True if vLLM may read prefixes from its cache.
+        block_size: number of tokens in a block of vLLM's cache. None if responses show which values vLLM did not compute. In
+            this case, every sequence may read the cache.
+    """
 
-    @property
-    def token_budget(self) -> int:
-        """Maximum number of tokens in a pass. Two passes are in flight at the same time."""
-
-    @property
-    def reads_cache(self) -> bool:
-        """True if vLLM may read prefixes from its cache."""
-
-    @property
-    def block_size(self) -> int | None:
-        """Number of tokens in a block of vLLM's cache.
-
-        None if responses show which values vLLM did not compute. In this case, every sequence may read the cache.
-        """
+    max_tokens: int
+    token_budget: int
+    reads_cache: bool
+    block_size: int | None
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why vLLM cannot score a sequence with these images, as part of an error message; None if it can."""
