@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -221,10 +221,8 @@ class EngineChoice:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
         from reflogp.scoring.vllm_engine.options import vllm_options
 
-        @contextmanager
-        def unchanged() -> Iterator[None]:
-            with reference_files(model, reference).unchanged():
-                yield
+        def unchanged() -> AbstractContextManager[Any]:
+            return reference_files(model, reference).unchanged()
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
         with unchanged():

@@ -54,7 +54,7 @@ class VllmProcess:
         FileChangedError: the model's files are not those of the reference.
     """
 
-    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._python = python
         self._loading = loading
         self._unchanged = unchanged
