@@ -243,11 +243,8 @@ class TorchEngine:
                     flying = None
                     continue
                 places = [place for place, _ in unit.members]
-                if unit.tokens > self._pass_limit() and len(places) > 1:
-                    again.extendleft(reversed(list(self._units_of(places, waiting))))
-                    continue
                 try:
-                    if self._is_outdated(unit):
+                    if (unit.tokens > self._pass_limit() and len(places) > 1) or self._is_outdated(unit):
                         again.extendleft(reversed(list(self._units_of(places, waiting))))
                         continue
                     if before is not None:
