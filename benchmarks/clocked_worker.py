@@ -15,7 +15,7 @@ class ClockedWorker(NodeWorker):
     """A NodeWorker that loads the simulated engine instead of a model."""
 
     def prepare(self) -> dict[str, Any]:
-        self._choice = _Clock("torch", "cpu")
+        self.choice = _Clock("torch", "cpu")
         return super().prepare()
 
 

@@ -205,23 +205,6 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
     np.testing.assert_allclose(values, expected, atol=2e-4)
 
 
-def test_touching_a_file_while_it_is_loaded_stops_nothing(checkpoints, tmp_path, monkeypatch):
-    """A backup that links to a file, or new permissions, change its times; the content is what counts."""
-    original, expected, _ = checkpoints["model.safetensors"]
-    folder = Path(shutil.copytree(original, tmp_path / "model"))
-    model_class, touched = load._model_class, []
-
-    def touching(*arguments):
-        if not touched:
-            touched.append(os.link(folder / "model.safetensors", tmp_path / "backup"))
-        return model_class(*arguments)
-
-    monkeypatch.setattr(load, "_model_class", touching)
-    engine = EngineChoice(device="cpu").make(str(folder), describe_reference(str(folder), "float32"))
-    np.testing.assert_allclose(engine.score([SEQUENCE])[0], expected, atol=2e-4)
-    assert touched
-
-
 def test_a_model_whose_folder_is_gone_goes_on_as_loaded(checkpoints, tmp_path):
     original, expected, content = checkpoints["model.safetensors"]
     folder = Path(shutil.copytree(original, tmp_path / "model"))

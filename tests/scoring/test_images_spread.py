@@ -22,7 +22,7 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine import Place
 from reflogp.scoring.runs import scheduler, unit_queue
 from reflogp.scoring.runs.misses import Miss
-from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
@@ -119,14 +119,14 @@ def test_a_unit_carries_its_images_once_and_their_pixels(llava):
     assert not problems
     assert len(content) < sum(picture.size for picture in pictures) * 3
     cache = VisionCache(llava, False)
-    plain, *sent = decode(content, cache.find).sequences
+    plain, *sent = [got.sequence for got in decode(content, cache.find)]
     assert plain.images is None and len(sent) == 2 * len(misses)
     for of_row, got in zip([*misses, *misses], sent, strict=True):
         images = of_row.sequence.images
         assert got.images.digests == images.digests and got.images.counts == images.counts
         for one, other in zip(images.pictures, got.images.pictures, strict=True):
             assert pixel_digest(other.load()) == pixel_digest(one.load())
-    assert decode(encode([miss(1, [], vision)])[0], None).sequences[0].images is None
+    assert decode(encode([miss(1, [], vision)])[0], None)[0].sequence.images is None
 
 
 def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found(llava, tmp_path):
@@ -138,7 +138,7 @@ def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found
     assert found.tokens.settings != vision.tokens.settings
     picture_ = image(picture(1))
     content, _ = encode([miss(1, [picture_], found)])
-    assert decode(content, VisionCache(llava, False).find).sequences[0].images.vision.tokens.settings == found.tokens.settings
+    assert decode(content, VisionCache(llava, False).find)[0].sequence.images.vision.tokens.settings == found.tokens.settings
     (tmp_path / "other").rename(tmp_path / "away")
     with pytest.raises(UsageError, match="image processor is not on this worker's machine"):
         decode(content, VisionCache(llava, False).find)
@@ -155,7 +155,7 @@ def test_an_image_that_is_gone_or_was_changed_is_one_sentence(llava, tmp_path):
     bad, good = miss(1, [image(picture(3)), made], vision), miss(2, [image(picture(3))], vision)
     content, problems = encode([bad, good, bad])
     assert problems == {bad: "a.png was changed after it was read; run again"}
-    assert decode(content, VisionCache(llava, False).find).keys.to_pylist() == [good.key]
+    assert [got.key for got in decode(content, VisionCache(llava, False).find)] == [good.key]
     assert list(encode([bad])[1]) == [bad]
     file.unlink()
     with pytest.raises(RowError, match="cannot be read"):
@@ -250,5 +250,5 @@ def test_the_runs_own_folder_is_enough_for_a_worker(llava, tmp_path):
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (tmp_path / "model" / name).is_file():
             (tmp_path / "model" / name).write_text("{")
-    [sequence] = decode(content, VisionCache(str(tmp_path / "model"), False).find).sequences
-    assert sequence.images.digests == (made.digest,)
+    [got] = decode(content, VisionCache(str(tmp_path / "model"), False).find)
+    assert got.sequence.images.digests == (made.digest,)

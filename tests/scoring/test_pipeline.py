@@ -5,6 +5,7 @@ import itertools
 import signal
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,8 +387,8 @@ def test_items_are_made_ahead_and_no_further():
             made.append(number)
             yield number
 
-    with Prefetch(items(), 3, "reflogp-test") as ahead:
-        iterator = iter(ahead)
+    with closing(Prefetch(items(), 3, "reflogp-test")) as ahead:
+        iterator = ahead.items(lambda: None)
         assert next(iterator) == 0
         time.sleep(0.3)
         assert made == [0, 1, 2, 3, 4]
@@ -400,8 +401,8 @@ def test_what_goes_wrong_ahead_is_raised_behind_what_was_made():
         yield 1
         raise DatasetError("broken")
 
-    with Prefetch(items(), 3, "reflogp-test") as ahead:
-        iterator = iter(ahead)
+    with closing(Prefetch(items(), 3, "reflogp-test")) as ahead:
+        iterator = ahead.items(lambda: None)
         assert next(iterator) == 1
         with pytest.raises(DatasetError, match="broken"):
             next(iterator)
@@ -417,8 +418,8 @@ def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
         finally:
             closed.append(threading.current_thread().name)
 
-    with Prefetch(items(), 2, "reflogp-test") as ahead:
-        assert next(iter(ahead)) == 1
+    with closing(Prefetch(items(), 2, "reflogp-test")) as ahead:
+        assert next(ahead.items(lambda: None)) == 1
     assert closed == ["reflogp-test"]
 
 

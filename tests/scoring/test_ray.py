@@ -129,9 +129,10 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
     assert (summary.scored, summary.failed) == (3, 1)
 
 
-def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path):
+def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("reflogp.scoring.on_ray.workers._PLACE_SECONDS", 2)
     reference = describe_reference(str(reference_folder), "float32")
-    workers = ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
+    workers = ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1)
     scorer = Scheduler(workers=workers)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))

@@ -36,7 +36,7 @@ from reflogp.scoring.vllm_engine.answers import (
 )
 from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache
 from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
-from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, question, values
+from reflogp.scoring.vllm_engine.server import VllmServer, question, values
 from reflogp.scoring.wire import SentImages
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
@@ -402,8 +402,8 @@ def test_a_sequence_with_which_a_server_always_fails_is_one_bad_sequence(others,
     sequences.insert(others // 2, Sequence([1, 2, 7], [8, 9]))
     with ThreadingHTTPServer(("127.0.0.1", 0), _ServerWithPoison) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        place = ServerPlace(f"http://127.0.0.1:{server.server_port}", patience_seconds=60)
-        engine = VllmEngine(VllmServer(place), describe_reference(str(reference_folder), "float32"))
+        connection = VllmServer(f"http://127.0.0.1:{server.server_port}", patience_seconds=60)
+        engine = VllmEngine(connection, describe_reference(str(reference_folder), "float32"))
         outcomes = dict(engine.stream(sequences))
         engine.close()
         server.shutdown()

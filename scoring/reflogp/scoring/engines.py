@@ -5,22 +5,18 @@ An engine's libraries are imported only when the engine is loaded.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
-from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
+from reflogp.store import Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import ReferenceFiles, autocast_dtype, read_reference_files
-
-#: Maximum number of attempts to load a model. An attempt fails if a file or its timestamps change while the model is loaded.
-_LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
 
@@ -160,7 +156,6 @@ class EngineChoice:
         return "float32" if on_cpu else "bfloat16"
 
     def require_dtype(self, dtype: str) -> None:
-        """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:
             raise UsageError(
                 f"{dtype} means float32 weights under torch.autocast, which the {self.name} engine does not support; "
@@ -189,26 +184,12 @@ class EngineChoice:
         The model's files are hashed first (digests of unchanged files are cached). Once the model is in memory, the files are
         checked for changes. For a remote engine, the model's files are read only if `check_claim` is True.
 
-        Args:
-            model: local folder of the model. It must contain the reference's files.
-            reference: the reference whose values are computed.
-
         Raises:
             ContentMismatchError: the model in the folder is not the reference model.
-            FileChangedError: a file changed while the model was being loaded.
+            FileChangedError: a file or its timestamps changed while the model was being loaded.
             UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
-        for attempt in range(_LOAD_ATTEMPTS):
-            try:
-                return self._made(model, reference)
-            except FileChangedError as error:  # try again: new permissions or hard links also change timestamps
-                if isinstance(error, ContentMismatchError) or attempt == _LOAD_ATTEMPTS - 1:
-                    raise
-                gc.collect()
-        raise AssertionError("unreachable")
-
-    def _made(self, model: str, reference: Reference) -> PassEngine:
         match self.name:
             case "torch":
                 with reference_files(model, reference).unchanged() as checkpoint:
@@ -240,10 +221,8 @@ class EngineChoice:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
         from reflogp.scoring.vllm_engine.options import vllm_options
 
-        @contextmanager
-        def unchanged() -> Iterator[None]:
-            with reference_files(model, reference).unchanged():
-                yield
+        def unchanged() -> AbstractContextManager[Any]:
+            return reference_files(model, reference).unchanged()
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
         with unchanged():
@@ -253,14 +232,13 @@ class EngineChoice:
 
     def _remote(self, model: str, reference: Reference) -> PassEngine:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
-        from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, check_claim
+        from reflogp.scoring.vllm_engine.server import VllmServer, check_claim
 
         if self.url is None:
             raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url, or EngineChoice(url=…)")
-        place = ServerPlace(
-            self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
-        )
-        engine = VllmEngine(VllmServer(place), reference)
+        key = os.environ.get("VLLM_API_KEY")
+        server = VllmServer(self.url, self.served_model, key, self.concurrency, self.patience_seconds)
+        engine = VllmEngine(server, reference)
         engine.claim = {"reference": "claimed"}
         if self.check_claim:
             with reference_files(model, reference).unchanged() as checkpoint:

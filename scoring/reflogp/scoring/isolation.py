@@ -24,11 +24,7 @@ class Isolation(Generic[T]):
         self._deaths: dict[T, int] = {}
 
     def died(self, items: list[T]) -> tuple[list[list[T]], T | None]:
-        """Return the groups to retry, one after the other and each alone; or the item to give up, if it is found.
-
-        Args:
-            items: the items that the process was working on when it died.
-        """
+        """Return the groups to retry, one after the other and each alone; or the item to give up, if it is found."""
         if len(items) > 1:
             return halves(items), None
         [item] = items

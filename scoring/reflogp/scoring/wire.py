@@ -8,7 +8,7 @@ another environment; therefore, this module imports neither torch nor transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ def encode_sequences(sequences: list[SentSequence], columns: dict[str, pa.Array]
                 rows_of_images[digest] = len(files)
                 files.append(file)
     own = [
-        _lists([sequence.ids for sequence in sequences]),
+        [sequence.ids for sequence in sequences],
         [sequence.prompt_len for sequence in sequences],
         [None if each.images is None else [rows_of_images[digest] for digest in each.images.digests] for each in sequences],
         [None if each.images is None else each.images.counts for each in sequences],
@@ -109,11 +109,3 @@ def decode_sequences(content: bytes) -> tuple[list[SentSequence], pa.Table, Any]
             sent = SentImages(digests, tuple(counts), files, token)
         sequences.append(SentSequence(of_sequence, prompt_len, sent))
     return sequences, table, json.loads(table.schema.metadata[b"note"])
-
-
-def _lists(ids: Iterable[npt.NDArray[np.int64]]) -> pa.ListArray:
-    arrays = list(ids)
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(entry) for entry in arrays], out=offsets[1:])
-    values = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

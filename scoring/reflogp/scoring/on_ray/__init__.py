@@ -7,7 +7,4 @@ scored. docs/ray.md describes an experiment with Ray Data.
 
 import os
 
-# Ray reads these variables when it is imported. They turn off usage statistics and keep the logs of Ray's processes off the
-# terminal.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported

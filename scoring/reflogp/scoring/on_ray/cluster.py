@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
-from reflogp.store.texts import counted
+from reflogp.store.texts import counted, first_line
 
 #: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
@@ -50,7 +50,7 @@ def connect(address: str | None) -> bool:
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
-        raise UsageError(f"cannot connect to a Ray cluster at {where}: {_first_line(error)} ({hint})") from error
+        raise UsageError(f"cannot connect to a Ray cluster at {where}: {first_line(error)} ({hint})") from error
     return True
 
 
@@ -97,7 +97,6 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
 
 
 def describe_cluster() -> str:
-    """Return how many GPUs, CPUs and nodes the cluster has, as text."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     gpus, cpus = (counted(int(resources.get(name, 0)), name) for name in ("GPU", "CPU"))
     return f"{gpus} and {cpus} on {counted(len(alive), 'node')}"
@@ -109,13 +108,12 @@ def this_node() -> str:
 
 
 def reason_of(error: RayError) -> str:
-    """Return a short description of why an actor died."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
         return "the worker's node died"
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
         return "the worker's process was killed or crashed"
-    return _first_line(error)
+    return first_line(error)
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
@@ -124,10 +122,6 @@ def raised_on(node: str, error: RayTaskError) -> ReflogpError:
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
     return kind(f"on node {node}: {said}")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import contextlib
 import time
 import warnings
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,15 @@ from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 from reflogp.store.texts import counted
 
-#: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after PLACE_SECONDS. A node that Ray adds takes
-#: minutes to start.
-_SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
+#: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after _PLACE_SECONDS. A node that Ray adds
+#: takes minutes to start.
+_SAID_SECONDS, _PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
     """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's table."""
 
     def place(self) -> str:
-        """Return the name of the worker's node."""
         return f"node {this_node()}"
 
     def prepare_here(self, file: str | None) -> dict[str, Any]:
@@ -49,10 +47,6 @@ class NodeWorker(ScoringWorker):
         Args:
             file: path of the temporary file that the run wrote to the table's folder, or None if the table is not in a local
                 folder.
-
-        Raises:
-            EngineError: this node does not see the file.
-            Errors raised by `prepare`.
         """
         if file is not None:
             require_visible(file)
@@ -62,15 +56,9 @@ class NodeWorker(ScoringWorker):
 class ClusterWorkers:
     """Starts workers on the cluster that this process is connected to (see `cluster.connected`).
 
-    Implements `runs.scheduler.Workers`.
-
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
-        revision: revision of the model, if `model` is a hub id.
-        reference: the reference whose values are computed.
-        choice: the engine that each worker loads.
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
-        place_seconds: if Ray has not placed any worker after this many seconds, the run fails.
     """
 
     may_come = True
@@ -82,27 +70,24 @@ class ClusterWorkers:
         reference: Reference,
         choice: EngineChoice,
         count: int | None = None,
-        place_seconds: float = PLACE_SECONDS,
     ) -> None:
         choice = on_workers(choice)
         self.count = count or default_workers(choice)
         folder = Path(model).expanduser()
-        self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference.to_json(), asdict(choice))
+        self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference, choice)
         self._resources = resources_of(choice)
-        self._place_seconds = place_seconds
         self._table_folder = ""
         self._without_since: float | None = None
         self._said = False
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open."""
         self._table_folder = table.uri
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """Start the missing workers; see Workers.begin.
 
         A worker that Ray has not placed yet does not count as missing. If no worker is placed, this method warns once after a
-        minute, and raises EngineError after `place_seconds`. Ray does not report whether a worker is waiting for resources or
+        minute, and raises EngineError after ten minutes. Ray does not report whether a worker is waiting for resources or
         for its process to start; therefore, only the time is measured.
         """
         self._require_places(is_any_placed)
@@ -121,46 +106,38 @@ class ClusterWorkers:
         waited = now - self._without_since
         asked = ", ".join(counted(int(count), name[4:-1].upper()) for name, count in self._resources.items() if count)
         what = f"no worker could start: each worker needs {asked}, and the Ray cluster has {describe_cluster()} in total"
-        if waited > self._place_seconds:
+        if waited > _PLACE_SECONDS:
             raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for free resources or new nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {_PLACE_SECONDS:.0f} s for free resources or new nodes", stacklevel=2)
 
 
 class _RayWorker:
-    """A Worker that calls a NodeWorker actor."""
-
     def __init__(self, actor: Any, table_folder: str) -> None:
         self._actor = actor
         self._table_folder = table_folder
         self._probe = contextlib.ExitStack()
 
     def place(self) -> Future[str]:
-        """See Worker.place."""
         return _future(self._actor.place.remote())
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare."""
         file = self._probe.enter_context(probe(Path(self._table_folder))) if is_local(self._table_folder) else None
         prepared = _future(self._actor.prepare_here.remote(file))
         prepared.add_done_callback(lambda _: self._probe.close())
         return prepared
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """See Worker.score."""
         return _future(self._actor.score.remote(content, again))
 
     def stop(self) -> Future[None]:
-        """See Worker.stop."""
         return _future(self._actor.stop.remote())
 
     def progress(self) -> Future[int]:
-        """See Worker.progress."""
         return _future(self._actor.progress.remote())
 
     def end(self) -> None:
-        """See Worker.end."""
         self._probe.close()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)

@@ -47,11 +47,7 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that show finished sequences in a progress bar, and keep the problems of the first bad rows for printing.
-
-    Args:
-        bar: tqdm bar that counts the finished sequences.
-    """
+    """Callbacks that show finished sequences in a progress bar, and keep the problems of the first bad rows for printing."""
 
     def __init__(self, bar: tqdm) -> None:
         self._bar = bar
@@ -74,7 +70,6 @@ class ProgressBar(ProgressCallbacks):
             self._bad.append(f"row {row} was left out: {problem}")
 
     def print_bad_rows(self) -> None:
-        """Print the problems of the first bad rows, and the number of further bad rows."""
         for line in self._bad:
             self._bar.write(line)
         if self._bad_rows > len(self._bad):
@@ -86,7 +81,6 @@ def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
     """Show a progress bar while the `with` block runs. When the block ends, print the first bad rows unless `show` is False.
 
     Args:
-        label: the text in front of the bar, such as "scoring".
         show: True shows the bar, False hides it; None shows it in terminals and notebooks only.
     """
     from tqdm.auto import tqdm  # the command line has its own bar, and can be installed without tqdm

@@ -22,12 +22,6 @@ FIRST_COMMIT_SECONDS = 10.0
 
 
 class Committer:
-    """Commits values to one table.
-
-    Args:
-        table: table to which values are committed.
-    """
-
     def __init__(self, table: LogprobTable) -> None:
         self._table = table
         self._small_shards = small_shards_allowed()
@@ -47,8 +41,6 @@ class Committer:
             sequences: the sequences as they were scored; their completions may be truncated.
             completion_lens: number of tokens in each completion, int32 (n,). With keep_start, this includes tokens that are cut
                 off.
-            logps: token_logps of each sequence, float32.
-            provenance: how the values were computed.
 
         Raises the same errors as LogprobTable.append.
         """

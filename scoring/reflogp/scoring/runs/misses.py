@@ -67,7 +67,6 @@ class Work:
 
     Attributes:
         seconds: number of seconds during which at least one engine was computing.
-        token_counts: token counts of the scored sequences.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that were computing at the same time.
     """

@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
-from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored
-from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
-from reflogp.scoring.tracing import record
+from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
+from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts
+from reflogp.scoring.tracing import record, span
 from reflogp.store import LogprobTable
 
 #: Maximum number of groups waiting for the engine, and maximum number of passes waiting for a commit. A pass of 65,536 tokens
@@ -44,16 +45,11 @@ class ScoringPipeline:
 
     Args:
         engine: engine that computes the values. Its method `flow` runs in a thread of the pipeline.
-        table: table to which values are committed.
-        provenance: description of how the values are computed; it is stored with them.
         tell: function that is called with each event, in a thread of the pipeline.
-        commit_sequences: maximum number of sequences between two commits.
         commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
 
     Attributes:
-        scored: number of misses that have values.
         seconds: number of seconds during which the engine was computing.
-        provenance: the argument `provenance`.
     """
 
     def __init__(
@@ -93,10 +89,9 @@ class ScoringPipeline:
             misses: misses that the engine can score (see Engine.problems).
             at_once: whether to commit as soon as the whole group has been scored.
         """
-        return self._groups.put(_Group(misses, at_once))
+        return self._groups.put(_Group(misses, at_once, len(misses)))
 
     def is_starved(self) -> bool:
-        """Return True if no group is waiting for the engine."""
         return self._groups.is_empty()
 
     def finish(self) -> None:
@@ -237,16 +232,12 @@ class _Group:
     """Misses that are passed to the engine together.
 
     Attributes:
-        misses, at_once: the arguments of ScoringPipeline.put.
         left: number of misses that have no outcome yet.
     """
 
     misses: list[Miss]
     at_once: bool
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = len(self.misses)
+    left: int
 
 
 #: The outcomes of one pass, each with its miss and the group of the miss.
@@ -268,7 +259,6 @@ class _Groups(Iterator[list[Sequence]]):
         self._changed = threading.Condition()
 
     def put(self, group: _Group) -> bool:
-        """Add a group to the queue; return False if the queue is full."""
         with self._changed:
             if len(self._waiting) >= _GROUPS:
                 return False
@@ -286,7 +276,6 @@ class _Groups(Iterator[list[Sequence]]):
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` seconds for a group or for a call to `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
 
@@ -309,3 +298,70 @@ class _Groups(Iterator[list[Sequence]]):
         """
         with self._changed:
             return self._begun.pop(number)
+
+
+class OwnEngine:
+    """An engine that is loaded when it gets its first misses. It computes in one thread and commits in another."""
+
+    def __init__(
+        self, make_engine: Callable[[], Engine], commit_sequences: int, commit_seconds: float, closes_engine: bool
+    ) -> None:
+        self._make_engine = make_engine
+        self._commits = commit_sequences, commit_seconds
+        self._closes_engine = closes_engine
+        self._engine: Engine | None = None
+        self._pipeline: ScoringPipeline | None = None
+        self._counted_before = TokenCounts()
+        self._table: LogprobTable
+        self._tell: Callable[[Event | Ended], None]
+
+    def open(self, table: LogprobTable, tell: Callable[[Event | Ended], None]) -> None:
+        """Set the table for the values, and the function that is called, in any thread, with what becomes of the misses."""
+        self._table, self._tell = table, tell
+
+    def is_starved(self) -> bool:
+        """Return True if no misses are waiting for the engine. `give` may then be called."""
+        return self._pipeline is None or self._pipeline.is_starved()
+
+    def give(self, misses: list[Miss]) -> None:
+        pipeline, engine = self._begin()
+        problems = engine.problems([miss.sequence for miss in misses])
+        for index, problem in problems.items():
+            self._tell(Failed(misses[index], problem))
+        if group := [miss for index, miss in enumerate(misses) if index not in problems]:
+            pipeline.put(group)
+
+    def finish(self) -> bool:
+        """Declare that `give` will not be called again. Return False if it was never called, so that no Ended will follow."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
+        return self._pipeline is not None
+
+    def stop(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.stop()
+
+    def close(self) -> None:
+        self.stop()
+        if self._engine is not None and self._closes_engine:
+            self._engine.close()
+
+    def per_second(self) -> float | None:
+        if self._pipeline is None or not self._pipeline.seconds:
+            return None
+        return self._pipeline.scored / self._pipeline.seconds or None
+
+    def work(self) -> Work:
+        if self._engine is None or self._pipeline is None:
+            return Work()
+        counts = self._engine.token_counts() - self._counted_before
+        return Work(self._pipeline.seconds, counts, self._pipeline.provenance, 1)
+
+    def _begin(self) -> tuple[ScoringPipeline, Engine]:
+        if self._engine is None or self._pipeline is None:
+            with span("load model"):
+                self._engine = self._make_engine()
+            self._counted_before = self._engine.token_counts()
+            provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
+            self._pipeline = ScoringPipeline(self._engine, self._table, provenance, self._tell, *self._commits)
+        return self._pipeline, self._engine

@@ -19,14 +19,13 @@ _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """An iterable whose items a background thread produces in advance. Use it in a `with` block, so that the thread is stopped.
+    """An iterable whose items a background thread produces in advance. Close it, so that the thread is stopped.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
         items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
         depth: maximum number of finished items that wait in the queue; the thread may hold one more.
-        name: name of the thread.
     """
 
     def __init__(self, items: Iterable[T], depth: int, name: str) -> None:
@@ -35,15 +34,6 @@ class Prefetch(Generic[T]):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name=name, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Prefetch[T]:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[T]:
-        return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
         """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.

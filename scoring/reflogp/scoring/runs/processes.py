@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,10 +37,7 @@ class LocalWorkers:
     """Starts workers in processes on this machine, one per Place; see Workers.
 
     Args:
-        folder: folder of the model.
-        reference: the reference whose values are computed.
         choice: the engine that each worker loads; its `device` is replaced by the device of the worker's Place.
-        places: the devices or GPUs that the workers run on.
     """
 
     may_come = True
@@ -56,19 +53,16 @@ class LocalWorkers:
         self._store = ""
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open."""
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
-        """Start a worker on each free Place (a device, or the GPUs of one engine); see Workers.begin."""
-        free = list(self._free)
-        self._free.clear()
-        return [self._begin(place) for place in free]
-
-    def _begin(self, place: Place) -> _LocalWorker:
-        choice = asdict(replace(self._choice, device=place.device))
-        made_of = (self._folder, None, self._reference.to_json(), choice, self._store, self._threads)
-        return _LocalWorker(place, made_of, self._free)
+        workers: list[Worker] = []
+        while self._free:
+            place = self._free.pop(0)
+            choice = replace(self._choice, device=place.device)
+            made_of = (self._folder, None, self._reference, choice, self._store, self._threads)
+            workers.append(_LocalWorker(place, made_of, self._free))
+        return workers
 
 
 class _LocalWorker:
@@ -91,23 +85,18 @@ class _LocalWorker:
         threading.Thread(target=self._read, name="reflogp-worker-answers", daemon=True).start()
 
     def place(self) -> Future[str]:
-        """See Worker.place."""
         return settled(self._place.name)
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare."""
         return self._ask("prepare")
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """See Worker.score."""
         return self._ask("score", content, again)
 
     def stop(self) -> Future[None]:
-        """See Worker.stop."""
         return self._ask("stop")
 
     def progress(self) -> Future[int]:
-        """See Worker.progress."""
         return self._ask("progress")
 
     def end(self) -> None:

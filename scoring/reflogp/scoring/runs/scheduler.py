@@ -18,15 +18,13 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import pyarrow as pa
-
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.runs.own_engine import OwnEngine
+from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
-from reflogp.scoring.runs.units import IN_FLIGHT, are_stored, encode
+from reflogp.scoring.runs.units import IN_FLIGHT, encode, split_stored
 from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
@@ -104,7 +102,6 @@ class _Member:
         name: description of where the worker runs; empty until this is known.
         flying: the units whose results have not arrived, oldest first: a dict from the future of each result to a tuple of the
             unit and the time when it was sent.
-        landed_at: time when the worker's latest result arrived.
     """
 
     worker: Worker
@@ -115,7 +112,6 @@ class _Member:
     landed_at: float = 0.0
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest sequence that the worker has to score; 0 if it has none."""
         return max((len(miss.sequence) for unit, _ in self.flying.values() for miss in unit.misses), default=0)
 
 
@@ -237,7 +233,6 @@ class Scheduler:
         return Work(self._work.seconds, counts, provenance, self._work.workers)
 
     def _is_alone(self) -> bool:
-        """Return True if the engine of this process gets all misses."""
         return self._source is None or not self._source.may_come
 
     def _is_full(self) -> bool:
@@ -246,7 +241,6 @@ class Scheduler:
         return len(self._queue) >= self._unit_size() * self._engines()
 
     def _engines(self) -> int:
-        """Return the approximate number of engines that share the remaining sequences."""
         return max(1, (0 if self._source is None else self._source.count) + (self._own is not None))
 
     def _unit_size(self) -> int:
@@ -331,18 +325,14 @@ class Scheduler:
     def _not_stored(self, unit: Unit) -> list[Miss]:
         """From a lost worker's unit, return the misses that the store lacks; report the others as scored and committed."""
         now = self._table.snapshot()
-        keys = pa.array([miss.key for miss in unit.misses], pa.binary())
-        stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
-        done = [miss for miss, there in zip(unit.misses, stored, strict=True) if there]
+        done, others = split_stored(now, unit.misses)
         if done:
             self._report(Scored(done))
             self._report(Committed(done, now.number))
-        return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
+        return others
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now.
-
-        A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
+        """A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
         suspect unit.
         """
         if not member.flying:
@@ -351,7 +341,6 @@ class Scheduler:
         return not (oldest.suspect or self._queue.is_suspect())
 
     def _take(self, news: Event | Ended | tuple[_Member, Future[Any]]) -> None:
-        """Handle an event of this process's engine, or a worker's response."""
         match news:
             case Ended(error):
                 self._has_ended = True
@@ -466,7 +455,6 @@ def _named(place: str, error: Exception) -> ReflogpError:
 
 
 def settled(value: Any) -> Future[Any]:
-    """Return a future that already has its result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,8 +33,6 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation
 
 #: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
 _WINDOWS_AHEAD = 2
-#: Maximum number of failed sequences that are remembered. If a remembered sequence occurs again, it is not scored again.
-_FAILED_KEYS = 10_000
 #: Fields of the summary that become attributes of the trace's root span.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
 #: Maximum number of row numbers that a summary lists; further rows are only counted.
@@ -137,18 +136,11 @@ def score_dataset(
     If an error or KeyboardInterrupt stops the run, the values that are already computed are committed; see Scheduler.stop.
 
     Args:
-        dataset: the rows to score, as token ids.
-        store: store in which values are looked up, and to which new values are committed.
-        reference: the reference model that computes the values.
         scheduler: object that computes and commits values. It loads no model if the store already has all values.
         settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
             scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
             are scored.
-        watcher: callbacks for progress and bad rows.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
-
-    Returns:
-        The counts and rates of the run.
 
     Raises:
         OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
@@ -170,10 +162,10 @@ def score_dataset(
         table = store.create_table(reference)
         before = table.snapshot()
         summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
-        run = _Run(table, before, scheduler, summary, watcher, strict_engine)
+        run = _Run(table, before, scheduler, summary, watcher or ProgressCallbacks(), strict_engine)
         scheduler.open(table, run.note)
         looked_up = _looked_up(dataset, before, settings)
-        with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+        with closing(Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read")) as windows_ahead:
             try:
                 for window in windows_ahead.items(scheduler.look):
                     run.take(window)
@@ -195,25 +187,14 @@ class _Window:
 
     Attributes:
         rows_in_all: number of rows in the dataset, including unreadable rows; None while it is not known.
-        sides: number of completions per row; 0 if no row has been readable so far.
-        last_row: number of the last row that was read.
-        problems: dict from the number of each unusable row to the reason why it cannot be used.
-        notes: see TokenizedRows.
-        rows: numbers of the tokenized rows, an int64 array.
-        bare: bool array, True for each tokenized row that has no prompt.
         looked_up: a tuple for each completion column. It contains the column's sequences (see Windows), their keys, and the
             result of looking up these keys.
         images: list with the images of each tokenized row, or None for a row without images. The list is empty if the dataset
             is text-only.
     """
 
+    rows: TokenizedRows
     rows_in_all: int | None
-    sides: int
-    last_row: int
-    problems: dict[int, str]
-    notes: tuple[str, ...]
-    rows: npt.NDArray[np.int64]
-    bare: npt.NDArray[np.bool_]
     looked_up: list[tuple[Windows, pa.Array, Found]]
     images: list[SequenceImages | None]
 
@@ -234,17 +215,7 @@ def _looked_up(dataset: TokenizedWindows, before: Snapshot, settings: TrainerSet
             looked_up = [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)]
             hits = sum(int((found.lengths >= view.needed).sum()) for view, _, found in looked_up)
             looking_up |= {"sequences": sum(map(len, keys)), "hits": hits}
-        yield _Window(
-            counting.rows,
-            len(window.table.column_names) - 2,  # all columns except row and prompt_ids
-            window.last_row,
-            window.problems,
-            window.notes,
-            window.table["row"].to_numpy(),
-            pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
-            looked_up,
-            images_for_engine(window),
-        )
+        yield _Window(window, counting.rows, looked_up, images_for_engine(window))
         began = time.monotonic()
 
 
@@ -257,7 +228,7 @@ class _Run:
         before: Snapshot,
         scheduler: Scheduler,
         summary: ScoreSummary,
-        watcher: ProgressCallbacks | None,
+        watcher: ProgressCallbacks,
         strict_engine: str | None,
     ) -> None:
         self._table = table
@@ -275,24 +246,25 @@ class _Run:
 
     def take(self, window: _Window) -> None:
         """Count the rows of a window, and pass its misses to the scheduler. Return when the scheduler has room for more."""
-        self._sides = max(self._sides, window.sides)
+        tokenized = window.rows
+        self._sides = max(self._sides, len(tokenized.table.column_names) - 2)  # all columns except row and prompt_ids
         if window.rows_in_all:
             self._begin(window.rows_in_all)
-        self._summary.rows = window.last_row + 1
-        if self._watcher:
-            self._watcher.read(self._summary.rows)
-        for row, problem in window.problems.items():
+        self._summary.rows = tokenized.last_row + 1
+        self._watcher.read(self._summary.rows)
+        for row, problem in tokenized.problems.items():
             self._bad_row(row, problem)
-        self._summary.notes += window.notes
+        self._summary.notes += tokenized.notes
         if not window.looked_up:
             return
-        rows, views = window.rows, [view for view, _, _ in window.looked_up]
+        rows, views = tokenized.table["row"].to_numpy(), [view for view, _, _ in window.looked_up]
+        bare = pc.list_value_length(tokenized.table["prompt_ids"]).to_numpy() == 0
         dropped = views[0].dropped
         empty = np.logical_or.reduce([view.needed == 0 for view in views]) & ~dropped
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
             self._bad_row(int(row), EMPTY_COMPLETION)
-        self._summary.empty_prompts += int((window.bare & ~dropped).sum())
+        self._summary.empty_prompts += int((bare & ~dropped).sum())
         self._look_again()
         misses: list[Miss] = []
         for view, keys, stored in window.looked_up:
@@ -318,8 +290,7 @@ class _Run:
         """Report the number of sequences, once it and the number of completions of a row are known."""
         if not self._rows and self._sides:
             self._rows = rows
-            if self._watcher:
-                self._watcher.begin(rows * self._sides)
+            self._watcher.begin(rows * self._sides)
 
     def finish(self) -> None:
         """Score the remaining misses, and return when each miss has values or has failed."""
@@ -328,7 +299,6 @@ class _Run:
         self._scheduler.finish()
 
     def close(self) -> None:
-        """Set the summary's rates, provenance, number of workers and last note."""
         work = self._scheduler.work()
         summary = self._summary
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
@@ -340,7 +310,6 @@ class _Run:
         summary.sharing_gain = work.token_counts.sharing_gain
 
     def note(self, event: Event) -> None:
-        """Count what became of misses, and report it."""
         match event:
             case Scored(misses):
                 tokens = sum(len(miss.sequence) for miss in misses)
@@ -349,8 +318,7 @@ class _Run:
                 self._advance(len(misses), tokens)
             case Failed(miss, problem):
                 self._summary.failed += 1
-                if len(self._failed) < _FAILED_KEYS:
-                    self._failed[miss.key] = problem
+                self._failed[miss.key] = problem
                 del self._waiting[miss.key]
                 self._advance(1, 0)
                 for row in miss.rows:
@@ -358,8 +326,7 @@ class _Run:
             case Committed(misses, snapshot):
                 self._fresh += misses
                 self._summary.snapshot = max(self._summary.snapshot, snapshot)
-                if self._watcher:
-                    self._watcher.committed(snapshot)
+                self._watcher.committed(snapshot)
 
     def _is_new(self, key: bytes, row: int) -> bool:
         """Return True if the sequence with this key must be scored; otherwise, count it as a duplicate of an earlier one."""
@@ -386,7 +353,7 @@ class _Run:
         self._fresh = []
 
     def _advance(self, sequences: int, tokens: int) -> None:
-        if self._watcher and sequences:
+        if sequences:
             self._watcher.advance(sequences, tokens)
 
     def _bad_row(self, row: int, problem: str) -> None:
@@ -396,8 +363,7 @@ class _Run:
         self._summary.bad_rows += 1
         if len(self._summary.bad_row_numbers) < NAMED_ROWS:
             self._summary.bad_row_numbers.append(row)
-        if self._watcher:
-            self._watcher.bad_row(row, problem)
+        self._watcher.bad_row(row, problem)
 
 
 def _miss(key: bytes, view: Windows, at: int, row: int, images: SequenceImages | None) -> Miss:
@@ -423,7 +389,6 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError if an engine other than `engine` computed any of the stored values at the indices `places`."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

@@ -77,7 +77,6 @@ class UnitQueue:
         only if there are more than `size` of them, or if the unit has no room for all their images.
 
         Args:
-            size: maximum number of sequences in a new unit.
             suspects: whether the returned unit may be a suspect unit (see Unit). If False, suspect units stay in the queue.
         """
         for at, unit in enumerate(self._again):
@@ -109,7 +108,6 @@ class UnitQueue:
         return Unit(misses) if misses else None
 
     def is_suspect(self) -> bool:
-        """Return True if the first unit to retry is suspect; see Unit."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
@@ -155,7 +153,6 @@ class Rate:
         """Add a scored unit.
 
         Args:
-            sequences: number of sequences in the unit.
             seconds: number of seconds until the unit's result arrived, counted from the time when the unit was sent or from the
                 arrival of the worker's previous result, whichever is later. It is about 0 if both results arrive together.
         """
@@ -164,7 +161,6 @@ class Rate:
         self._seconds = kept * self._seconds + seconds
 
     def per_second(self) -> float | None:
-        """Return how many sequences one worker scores per second, or None if no unit has been scored yet."""
         return self._sequences / self._seconds if self._seconds else None
 
 
@@ -181,12 +177,6 @@ def unit_size(left: int, workers: int, per_second: float | None, most: int) -> i
     5. At most `most`.
 
     Before the first result, the number is 8, or `most` if that is smaller.
-
-    Args:
-        left: approximate number of sequences that have not been sent to a worker yet.
-        workers: number of workers that share these sequences.
-        per_second: number of sequences that a worker scores per second; None before the first result.
-        most: maximum number of sequences in a unit.
     """
     if per_second is None:
         return min(most, LEAST)

@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -31,22 +29,6 @@ from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
 from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.images import pixel_digest
-from reflogp.store.schema import one_array
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A decoded unit.
-
-    Attributes:
-        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
-        sequences: the sequences to score.
-        completion_lens: number of tokens in each completion before keep_start truncates it, int32 (n,).
-    """
-
-    keys: pa.Array
-    sequences: list[Sequence]
-    completion_lens: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -100,8 +82,8 @@ def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
     return encode_sequences(sent, columns, note), problems
 
 
-def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> Sent:
-    """Decode the bytes that `encode` returned.
+def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> list[Miss]:
+    """Decode the bytes that `encode` returned. The only row of each miss is its index in the unit.
 
     Args:
         find_vision: function that is called if the unit has images. It gets the folder of the run's image processor and the
@@ -109,23 +91,20 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
     """
     sent, table, note = decode_sequences(content)
     vision = None if note is None else find_vision(note[0], bytes.fromhex(note[1]))
-    sequences = []
-    for (ids, prompt_len, of_row), independent in zip(sent, table["independent"].to_pylist(), strict=True):
+    columns = (table[name].to_pylist() for name in ("key", "completion_len", "independent"))
+    misses = []
+    for index, ((ids, prompt_len, of_row), key, completion_len, independent) in enumerate(zip(sent, *columns, strict=True)):
         images = None
         if of_row is not None and vision is not None:
             pictures = tuple(_SentPicture(*image) for image in zip(of_row.digests, of_row.files, strict=True))
             images = SequenceImages(pictures, of_row.counts, vision, independent)
-        sequences.append(Sequence(ids[:prompt_len], ids[prompt_len:], images=images))
-    return Sent(one_array(table["key"]), sequences, table["completion_len"].to_numpy())
+        sequence = Sequence(ids[:prompt_len], ids[prompt_len:], images=images)
+        misses.append(Miss(key, sequence, completion_len, [index]))
+    return misses
 
 
 class VisionCache:
-    """A cache of the image processors for a worker's model.
-
-    Args:
-        model: folder of the model on this machine.
-        trust_remote_code: whether to run code from the folders of the model and the processors.
-    """
+    """A cache of the image processors for a worker's model."""
 
     def __init__(self, model: str, trust_remote_code: bool) -> None:
         self._model = model
@@ -138,10 +117,6 @@ class VisionCache:
 
         The processor is loaded from `folder` if that folder exists on this machine and contains a processor with these
         settings. Otherwise, the processor is loaded from the model's folder.
-
-        Args:
-            folder: folder from which the run's main process loaded the processor; None to search only the model's folder.
-            settings: the image processor's `settings_digest` (see reflogp.store.images).
 
         Raises:
             UsageError: neither folder has a processor with these settings.
@@ -177,12 +152,6 @@ class UnitScorer:
 
     Args:
         engine: engine that scores the units. Its `flow` method is used only in a thread that this object starts.
-        table: table to which the values are committed.
-        vision: cache of the image processors for the engine's model.
-
-    Attributes:
-        provenance: how the values are computed: the version of reflogp, and what the engine's `provenance` method returns.
-        scored: number of sequences that were scored so far.
     """
 
     def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
@@ -191,7 +160,7 @@ class UnitScorer:
         self._engine = engine
         self._table = table
         self._asked: dict[Miss, _Asked] = {}
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._counted = TokenCounts()
         self.scored = 0
@@ -203,7 +172,6 @@ class UnitScorer:
         To score several units at the same time, call this method in a separate thread for each unit.
 
         Args:
-            content: the unit, as the bytes that `encode` returned.
             again: True if a lost worker may already have committed values of some of the sequences. Sequences whose values are
                 in the store are then not scored again.
 
@@ -217,39 +185,26 @@ class UnitScorer:
         the values computed by then are committed.
         """
         unit = decode(content, self._vision.find)
-        problems = self._engine.problems(unit.sequences)
-        skip = set(problems)
+        problems = self._engine.problems([miss.sequence for miss in unit])
+        misses = [miss for index, miss in enumerate(unit) if index not in problems]
         snapshot: int | None = None
         if again:
             now = self._table.snapshot()
             snapshot = now.number
-            skip |= set(np.flatnonzero(are_stored(now, unit.keys, unit.sequences)).tolist())
-        misses = [
-            Miss(key, sequence, int(completion_len), [index])
-            for index, (key, sequence, completion_len) in enumerate(
-                zip(unit.keys.to_pylist(), unit.sequences, unit.completion_lens, strict=True)
-            )
-            if index not in skip
-        ]
+            _, misses = split_stored(now, misses)
         asked = _Asked(problems, snapshot, len(misses))
         with self._changed:
             self._asked.update((miss, asked) for miss in misses)
-            while misses and self._error is None and not self._computing.put(misses, at_once=True):
+            while misses and self.error is None and not self._computing.put(misses, at_once=True):
                 self._changed.wait(_LOOK_SECONDS)
-            self._changed.wait_for(lambda: not asked.left or self._error is not None)
-            if asked.left and self._error is not None:
-                raise self._error
+            self._changed.wait_for(lambda: not asked.left or self.error is not None)
+            if asked.left and self.error is not None:
+                raise self.error
             so_far = self._engine.token_counts()
             token_counts, self._counted = so_far - self._counted, so_far
         return {"problems": asked.problems, "snapshot": asked.snapshot, "token_counts": token_counts}
 
-    @property
-    def error(self) -> BaseException | None:
-        """The error that stopped scoring, or None."""
-        return self._error
-
     def stop(self) -> None:
-        """Start no further passes, commit the values that are already computed, and return; see ScoringPipeline.stop."""
         self._computing.stop()
 
     def _happened(self, event: Event | Ended) -> None:
@@ -267,19 +222,18 @@ class UnitScorer:
                         asked.left -= 1
                         asked.snapshot = snapshot
                 case Ended(error):
-                    self._error = error or EngineError("the worker was stopped")
+                    self.error = error or EngineError("the worker was stopped")
             self._changed.notify_all()
 
 
-def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
-    """Return an array with one bool for each sequence: True if the snapshot contains all values of the sequence.
-
-    Args:
-        now: the snapshot in which to look up the sequences.
-        keys: binary array of the sequences' keys, computed before keep_start truncates the completions.
-        sequences: the sequences, truncated in the same way as for scoring.
-    """
-    return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
+def split_stored(now: Snapshot, misses: list[Miss]) -> tuple[list[Miss], list[Miss]]:
+    """Return the misses of which the snapshot contains all values, and the others."""
+    lengths = now.stored_lengths(pa.array([miss.key for miss in misses], pa.binary()))
+    stored: list[Miss] = []
+    others: list[Miss] = []
+    for miss, length in zip(misses, lengths, strict=True):
+        (stored if length >= len(miss.sequence.completion_ids) else others).append(miss)
+    return stored, others
 
 
 @dataclass(eq=False)
@@ -287,10 +241,8 @@ class _Asked:
     """The progress of a unit.
 
     Attributes:
-        problems: dict from the index of each sequence that cannot be scored to the reason.
         snapshot: number of a snapshot that contains all values of the unit that have been committed so far; None if no values
             have been committed yet and the unit is not retried (see `again` in UnitScorer.score).
-        left: number of sequences that have neither values in the store nor a problem yet.
     """
 
     problems: dict[int, str]
@@ -298,29 +250,23 @@ class _Asked:
     left: int
 
 
+@dataclass(eq=False, repr=False)  # Ray would write the fields into its logs
 class ScoringWorker:
-    """A worker with one engine. The arguments below can be pickled, so that the worker can be created in another process.
+    """A worker with one engine. The fields below can be pickled, so that the worker can be created in another process.
 
-    Args:
+    Attributes:
         model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
-        revision: revision of the model, if `model` is a hub id.
-        reference: the model's reference, as Reference.to_json returns it; `prepare` raises UsageError if the weights on the
-            worker's machine differ from the reference's.
-        choice: fields of an EngineChoice, as a dict.
-        store: URI of the store.
+        reference: the model's reference; `prepare` raises UsageError if the weights on the worker's machine differ from it.
         threads: number of torch's CPU threads; used only if the engine uses no GPU (see EngineChoice.gpus).
     """
 
-    def __init__(
-        self, model: str, revision: str | None, reference: str, choice: dict[str, Any], store: str, threads: int
-    ) -> None:
-        self._model = model
-        self._revision = revision
-        self._reference = Reference.from_json(reference)
-        self._choice = EngineChoice(**choice)
-        self._store = store
-        self._threads = threads
-        self._units: UnitScorer | None = None
+    model: str
+    revision: str | None
+    reference: Reference
+    choice: EngineChoice
+    store: str
+    threads: int
+    _units: UnitScorer | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Load the engine and open the store. Return the provenance of the values that the engine will compute.
@@ -330,19 +276,19 @@ class ScoringWorker:
             ReflogpError: the store or the engine cannot be used on this machine.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
-        if not self._choice.gpus():
-            torch.set_num_threads(self._threads)
-        wanted = self._reference
-        folder = resolve_model(self._model, self._revision)
-        found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
+        if not self.choice.gpus():
+            torch.set_num_threads(self.threads)
+        wanted = self.reference
+        folder = resolve_model(self.model, self.revision)
+        found = describe_reference(self.model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self.revision)
         if found.reference_id != wanted.reference_id:
             raise UsageError(
-                f"{self._model} is a different model on this worker's machine: reference {found.reference_id}, "
+                f"{self.model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}; use the same weights on every machine"
             )
-        table = Store(self._store)[wanted.reference_id]
-        vision = VisionCache(str(folder), self._choice.trust_remote_code)
-        self._units = units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
+        table = Store(self.store)[wanted.reference_id]
+        vision = VisionCache(str(folder), self.choice.trust_remote_code)
+        self._units = units = UnitScorer(self.choice.make(str(folder), wanted), table, vision)
         return units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
@@ -355,6 +301,5 @@ class ScoringWorker:
         return 0 if self._units is None else self._units.scored
 
     def stop(self) -> None:
-        """Start no further passes, and commit the values that are already computed; see UnitScorer.stop."""
         if self._units is not None:
             self._units.stop()

@@ -24,7 +24,6 @@ class Clock:
     """The seconds for which the run was running, and the slowest step of its workers.
 
     Attributes:
-        now: number of seconds.
         slowest: number of seconds of the slowest step.
         longest: number of tokens of the longest sequence that was scored so far; 0 if nothing has been scored yet.
     """
@@ -41,12 +40,7 @@ class Clock:
 
 
 class Pulse:
-    """Whether one worker responds and gets on.
-
-    Args:
-        clock: the run's clock.
-        ask: function that asks the worker how many sequences it has scored; see Worker.progress.
-    """
+    """Whether one worker responds and gets on."""
 
     def __init__(self, clock: Clock, ask: Callable[[], Future[int] | None]) -> None:
         self._clock = clock

@@ -49,19 +49,11 @@ _BOTH_WAYS = "images whose tokens attend to each other in both directions are no
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs a feature that packed attention does not support.
-
-    The self-check (see selfcheck.py) then rejects the packed path, and sequences are scored without packed attention.
-    """
+    """A layer needs a feature that packed attention does not support."""
 
 
 class KernelFailedError(RuntimeError):
-    """An attention kernel raised an error. The self-check catches this exception and tries the next kernel.
-
-    Attributes:
-        kernel: name of the kernel.
-        reason: type and first line of the kernel's error.
-    """
+    """An attention kernel raised an error. The self-check catches this exception and tries the next kernel."""
 
     def __init__(self, kernel: str, error: Exception) -> None:
         self.kernel = kernel
@@ -91,12 +83,6 @@ class Varlen(NamedTuple):
 class PackLayout:
     """A pack's tensors on the device, uploaded in a single copy before the forward pass and used by every layer.
 
-    Args:
-        pack: pack whose tensors are uploaded.
-        device: device for the tensors.
-        refused: names of kernels that no layer may use, for example because they failed for this model.
-        both_ways: True if the tokens of an image attend to each other in both directions.
-
     Attributes:
         token_ids: ids of the pack's tokens, int64 (tokens,).
         positions: for each token of the pack, its position in its own sequence, int64 (tokens,).
@@ -104,9 +90,6 @@ class PackLayout:
         targets: ids of the predicted tokens, int64 (predictions,).
         spans: list with a tuple for each branch: the index of the branch's first token, the index after its last token, and the
             number of keys that it shares with earlier branches.
-        layers_seen: number of calls to packed attention so far.
-        windows_seen: number of calls to packed attention with a sliding window so far.
-        kernels: names of the kernels that have been used.
         declined: dict from a kernel's name to the reason why the kernel could not compute a layer. Only `cpu_blocks` is
             recorded, for layers that `by_branch` computed instead, in bfloat16 on a CPU.
     """
@@ -192,13 +175,7 @@ class PackLayout:
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments `spans` and `paths` of the CPU kernel (`cpu_attention.attend`).
-
-        Returns:
-            Two int64 tensors. The first tensor, shape (branches, 3), contains, for each branch, the index of its first token,
-            the index after its last token, and the number of keys that it shares with earlier branches. The second tensor
-            contains the indices of each branch's keys in the pack, concatenated in the order of the branches.
-        """
+        """Return the arguments `spans` and `paths` of the CPU kernel (`cpu_attention.attend`)."""
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
         )
@@ -273,10 +250,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments for computing one layer's attention. The tensors have the shapes that `packed_attention` describes.
-
-    `both_ways` is True if the tokens of an image attend to each other in both directions.
-    """
+    """The arguments for computing one layer's attention. The tensors have the shapes that `packed_attention` describes."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -378,7 +352,6 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention one branch at a time, on any device and in any dtype, with or without a soft cap and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -411,7 +384,6 @@ def _cpu_blocks_problem(call: Call) -> str | None:
 
 
 def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute attention for all branches in one call, on CPUs with bfloat16 instructions (cpu_attention.py)."""
     spans, paths = layout.tree()
     return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
@@ -492,11 +464,7 @@ def _flash_window(call: Call) -> tuple[int, int]:
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with those arguments in `wanted` that the kernel's installed version accepts.
-
-    Raises:
-        UnsupportedAttentionError: the installed version does not accept an argument that `needed` lists.
-    """
+    """Call a variable-length kernel with those arguments in `wanted` that the kernel's installed version accepts."""
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
         raise UnsupportedAttentionError(
@@ -619,7 +587,6 @@ def _flash3_varlen() -> Callable[..., Any] | None:
 
 
 def _varlen_problem(call: Call) -> str | None:
-    """Return why the FlashAttention kernels, including the one in torch, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
     if call.query.dtype not in (torch.bfloat16, torch.float16):
         return "only bfloat16 and float16 are supported"
@@ -635,12 +602,6 @@ def _torch_varlen_problem(call: Call) -> str | None:
 
 
 class _Kernel(NamedTuple):
-    """An attention kernel, with two functions that tell whether it can be used.
-
-    `is_installed()` tells whether the kernel is available on this machine. `problem(call)` returns why the kernel cannot
-    compute a layer, or None if it can.
-    """
-
     compute: Callable[[PackLayout, Call], torch.Tensor]
     is_installed: Callable[[], bool]
     problem: Callable[[Call], str | None]

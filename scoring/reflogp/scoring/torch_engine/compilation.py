@@ -20,6 +20,8 @@ from torch.fx.experimental import _config as fx_config
 #: Minimum number of parameters of a model that is compiled by default. Smaller models are not compiled, because the first
 #: compilation takes 10 to 40 s (torch caches the result on disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
+#: Fields of model configs that have the number of experts of a layer.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 #: Number of versions of a function that torch may compile in a process (its default is 8). Models of other sizes, other dtypes,
 #: heads and windows are other versions. Beyond this number, torch runs the function uncompiled, except within `or_fail`.
 MOST_VERSIONS = 64
@@ -49,19 +51,10 @@ def should_compile(model: Any, device: torch.device) -> bool:
     Loops over experts depend on the data, so compilation would split them into many small graphs and save no time. Compilation
     for a CPU needs a C++ compiler.
     """
-    experts = expert_count(model.config.get_text_config())
+    config = model.config.get_text_config()
+    experts = any(getattr(part, name, None) for part in (config, getattr(config, "ffn_config", None)) for name in _EXPERTS)
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
     return not experts and compiler is not None and model.num_parameters() >= COMPILE_FROM_PARAMETERS
-
-
-def expert_count(config: Any) -> int | None:
-    """Return the number of experts in each mixture-of-experts layer; None for a dense model.
-
-    Different model families store this number in config fields with different names.
-    """
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    parts = (config, getattr(config, "ffn_config", None))
-    return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -76,13 +69,11 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the decoder layers in place, for any number of tokens."""
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 
 
 def uncompile_layers(model: Any) -> None:
-    """Undo `compile_layers`."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None
 

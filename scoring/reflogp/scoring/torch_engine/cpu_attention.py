@@ -67,7 +67,6 @@ def attend(
         spans: int64 (branches, 3): for each branch, the index of its first token, the index after its last token, and the
             number of keys on the branch's path before that first token.
         paths: int64, the indices of each branch's keys, concatenated in the order of the branches.
-        scale: factor applied to the attention scores.
         window: maximum number of keys that a query attends to, including its own key; None for no limit.
 
     Returns:
@@ -80,8 +79,6 @@ def attend(
 
 @cache
 def _loading_problem() -> str | None:
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return f"torch {torch.__version__} does not report which instructions this CPU supports"
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
@@ -100,11 +97,6 @@ def _loading_problem() -> str | None:
 
 
 def _built(compiler: str) -> Path:
-    """Return the path of the compiled kernel, and build the kernel if it is not cached.
-
-    A cached kernel is used only if it was built from the same source, with the same versions of torch and of the compiler, and
-    with the same compiler options.
-    """
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
     folder = own_folder(cache_dir(), "kernels")  # only this user can write to this folder, because its files are executed
@@ -134,12 +126,7 @@ def _build(compiler: str, library: Path) -> None:
 
 @torch.inference_mode()
 def _difference_from_torch(size: int, value_size: int) -> float:
-    """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel.
-
-    Both kernels compute attention for two branches that share their first tokens, with and without a sliding window. The root
-    mean square difference is computed separately for each of these four outputs. If one of the differences is NaN, the result
-    is NaN.
-    """
+    """Return the largest root mean square difference between this kernel's outputs and those of torch's kernel."""
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)
 

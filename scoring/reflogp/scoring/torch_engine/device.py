@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,18 +17,13 @@ import numpy.typing as npt
 import torch
 
 
-@contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device this thread's current device while the `with` block runs; do nothing for a CPU.
 
     torch's tensor operations run on the device of their tensors. Events, `torch.cuda.current_stream()`, Triton kernels and
     extensions, however, use the thread's current device, which is GPU 0 by default.
     """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
@@ -62,7 +57,6 @@ class Mark:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait until the mark has passed."""
         if self._event is not None:
             self._event.synchronize()
 

@@ -194,15 +194,6 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass as soon as it has finished; `flow` describes the possible outcomes.
-
-        Args:
-            sequences: sequences that this model can score (see `problems`).
-            skip: indices of sequences to skip.
-            temperature: the logits are divided by this number.
-            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
-                sequences.
-        """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
     def flow(
@@ -223,9 +214,6 @@ class TorchEngine:
                 then computed only once, and most passes are full. The engine iterates over `groups` in a background thread. The
                 iterator must not block. If no sequences are available yet, it must yield an empty group. For an empty group,
                 `flow` waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
-            temperature: the logits are divided by this number.
-            before: function that is called before each pass is launched; its argument is a list of the indices of the pass's
-                sequences, counted across all groups (see Yields).
 
         Yields:
             For each pass, a list of (index, outcome). The index of a sequence is counted from 0 across all groups. The outcome
@@ -255,11 +243,8 @@ class TorchEngine:
                     flying = None
                     continue
                 places = [place for place, _ in unit.members]
-                if unit.tokens > self._pass_limit() and len(places) > 1:
-                    again.extendleft(reversed(list(self._units_of(places, waiting))))
-                    continue
                 try:
-                    if self._is_outdated(unit):
+                    if (unit.tokens > self._pass_limit() and len(places) > 1) or self._is_outdated(unit):
                         again.extendleft(reversed(list(self._units_of(places, waiting))))
                         continue
                     if before is not None:
@@ -337,10 +322,6 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit in memory. After `_GOOD_PASSES` such passes in a row, double the token budget if it was halved.
-
-        The token budget never exceeds its first value. The new budget applies to passes that have not been prepared yet.
-        """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
             self._good_passes = 0
@@ -374,7 +355,6 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """Wait for a pass and return its outcomes; remove its sequences from `waiting`, because they have outcomes now."""
         try:
             landed = flying.land()
         except RuntimeError as error:  # errors of the running pass surface here on CUDA
@@ -387,16 +367,12 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Return the current maximum number of tokens in a pass."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Yield the passes that score all groups; for an empty group, yield None.
-
-        Each sequence gets an index, counted across all groups, and is added to `waiting` under this index.
-        """
+        """Yield the passes that score all groups; for an empty group, yield None."""
         count = 0
         for group in groups:
             if not group:
@@ -408,10 +384,6 @@ class TorchEngine:
             yield from self._units_of(places, waiting)
 
     def _units_of(self, places: list[int], waiting: dict[int, Sequence]) -> Iterator[Unit]:
-        for unit in self._units([waiting[place] for place in places]):
-            yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
-
-    def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Divide the sequences into passes of at most `_pass_limit` tokens, and yield the passes.
 
         A sequence that is longer than this limit, or longer than the model's `rope_limit`, is scored alone. Sequences with an
@@ -422,16 +394,17 @@ class TorchEngine:
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
-        seen: dict[bytes, list[int]] = {}  # indices of sequences with images, by processor settings
-        for index, sequence in enumerate(sequences):
+        seen: dict[bytes, list[int]] = {}  # places of sequences with images, by processor settings
+        for place in places:
+            sequence = waiting[place]
             if limit is not None and len(sequence) > limit:
-                groups.append([index])
+                groups.append([place])
             elif sequence.images is not None:
-                seen.setdefault(sequence.images.vision.tokens.settings, []).append(index)
+                seen.setdefault(sequence.images.vision.tokens.settings, []).append(place)
             else:
-                (plain if sequence.attention_mask is None else masked).append(index)
+                (plain if sequence.attention_mask is None else masked).append(place)
         for chosen in (*groups, plain, *seen.values(), masked):
-            for unit in self._shared_units([sequences[index] for index in chosen]):
+            for unit in self._shared_units([waiting[place] for place in chosen]):
                 yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
@@ -463,7 +436,6 @@ class TorchEngine:
         return "padded" in self.self_check.rejected
 
     def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
-        """Start a pass; return None if memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         try:
             began = Mark(self.device)

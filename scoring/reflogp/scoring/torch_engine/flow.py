@@ -24,7 +24,6 @@ class Unit:
     """A forward pass to run: the input of the pass, and the indices of each sequence's values in the output of the pass.
 
     Attributes:
-        work: the input, which is a pack or the sequences of a padded batch.
         members: for each sequence, its index and the indices of its values in the output of the pass. In the units that
             `TorchEngine.flow` launches, the indices of the sequences are counted across all groups.
         tokens: number of tokens in the pass, including padding.
@@ -46,7 +45,6 @@ class InFlight:
     """A launched pass whose values may not be on the host yet.
 
     Attributes:
-        unit: the pass.
         values: tensor on the host that receives the log-probs; it is complete once the mark `landed` has passed.
         began, landed: marks in the device's stream. `began` comes before the pass, `landed` after the copy of the pass's values
             to the host.
@@ -58,10 +56,6 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the pass, and return (index, token_logps) for each sequence.
-
-        For a sequence with values that are not finite, an error message takes the place of token_logps.
-        """
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []

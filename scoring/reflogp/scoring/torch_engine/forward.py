@@ -40,10 +40,6 @@ def forward_pack(
     Args:
         refused: names of attention kernels that must not be used.
         inputs: the decoder's inputs for a pack with images; None for a text-only pack.
-
-    Raises:
-        UnsupportedAttentionError: a layer does not support packed attention.
-        KernelFailedError: an attention kernel raised an error.
     """
     layout = PackLayout(pack, device, refused, both_ways=inputs is not None and inputs.both_ways)
     return forward_layout(model, head, layout, temperature, inputs)
@@ -140,7 +136,6 @@ def attention_names(config: Any) -> AttentionNames:
 
 @contextmanager
 def attention_of(model: Any, names: AttentionNames) -> Iterator[None]:
-    """Switch the model to other attention implementations while the block runs."""
     before = attention_names(model.config)
     if names != before:
         model.set_attn_implementation(names)

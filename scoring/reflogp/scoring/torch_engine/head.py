@@ -52,7 +52,6 @@ class Head:
     dtype, and the log-sum-exp over the logits in float32.)
 
     Args:
-        model: a causal language model.
         float32: whether to compute the products in float32, whatever the model's dtype is.
         autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
@@ -60,7 +59,6 @@ class Head:
         backbone: the part of the model that computes hidden states.
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
-        log_sum_exp: the function that reduces the logits (see log_sum_exp.py).
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -83,7 +81,6 @@ class Head:
             states: the last layer's hidden states, shape (positions, hidden size), in the model's dtype.
             at: indices in `states` of the positions that predict the targets, int64 (n,).
             targets: token ids of the targets, int64 (n,).
-            temperature: the logits are divided by this number.
 
         Returns:
             The log-probs, float32 (n,).
@@ -239,7 +236,6 @@ def _contains(part: torch.nn.Module, wanted: torch.nn.Module) -> bool:
 
 
 def _agree(logits: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if logits that a formula computed in float32 are the model's own logits, computed in `dtype`."""
     if logits.shape != own.shape:
         return False
     size = own.square().mean()
@@ -267,18 +263,15 @@ def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype)
 
 
 def _rows_at_once(device: torch.device, columns: int) -> int:
-    """Return how many rows of logits to compute at once if each row has this many columns."""
     rows = _WHOLE_LOGITS[device.type] // columns
     return min(_CPU_BLOCK[0], max(1, rows)) if device.type == "cpu" else _in_tiles(rows)
 
 
 def _in_tiles(count: int) -> int:
-    """Round a count down to a multiple of the tile size; return at least the size of one tile."""
     return max(1, count // _TILE) * _TILE
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
-    """Return slices of length `size` that together cover range(count); the last slice may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 

@@ -109,10 +109,6 @@ class DecoderInputs:
     both_ways: bool
 
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the decoder's keyword arguments.
-
-        The argument `positions`, shape (tokens,), is used as `position_ids` if the attribute `positions` is None.
-        """
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
         return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
@@ -150,7 +146,6 @@ class ImageFeatures:
     Args:
         model: the model. While inputs are built, it must use the attention implementation that it was loaded with, not
             that of packs.
-        device: the model's device.
         limit: maximum size of the kept features, in bytes.
     """
 
@@ -163,14 +158,12 @@ class ImageFeatures:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep features for later packs while the block runs, and discard all of them when it ends."""
         try:
             yield
         finally:
             self.clear()
 
     def clear(self) -> None:
-        """Discard all features."""
         self._kept.clear()
         self._kept_bytes = 0
 
@@ -185,15 +178,7 @@ class ImageFeatures:
 
     @torch.inference_mode()
     def of_pack(self, pack: Pack, sequences: list[Sequence], both_ways: bool) -> DecoderInputs:
-        """Return the decoder's inputs for a pack.
-
-        Args:
-            pack: a pack of sequences with images.
-            sequences: the sequences that the pack was built from.
-            both_ways: True if the tokens of an image attend to each other in both directions.
-
-        Raises PictureError if an image can no longer be read.
-        """
+        """Raises PictureError if an image can no longer be read."""
         is_image = pack.token_ids >= FIRST_IMAGE_ID
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
         embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
@@ -242,7 +227,6 @@ class ImageFeatures:
         return hasattr(self._model.base_model, "get_rope_index")
 
     def _own_positions(self, sequence: Sequence, grids: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the positions that the model's own function computes for a whole sequence, int64 (components, tokens)."""
         images = sequence.images
         assert images is not None
         ids = sequence.model_ids()
@@ -265,10 +249,7 @@ class ImageFeatures:
         return found
 
     def _computed(self, part: SequenceImages) -> _Features:
-        """Compute the decoder's inputs for a group of images.
-
-        The model runs on the images' tokens, and is stopped when it calls its decoder.
-        """
+        """The model runs on the images' tokens, and is stopped when it calls its decoder."""
         pixels, types = pixel_inputs([part])
         ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
         more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}
@@ -284,7 +265,6 @@ def _key(part: SequenceImages) -> _Part:
 
 
 def _position_arguments(model: Any) -> frozenset[str]:
-    """Return the names of the arguments of the model's own position function; empty if it has no such function."""
     function = getattr(model.base_model, "get_rope_index", None)
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
@@ -293,8 +273,6 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     """Compare the inputs that a model passes to its decoder for one sequence with the inputs that a pack can provide.
 
     Args:
-        config: the config of the model's text decoder.
-        sequence: a sequence with images.
         given: the keyword arguments that the model passes to its decoder for this sequence alone, without padding.
         positions: the positions that the sequence's tokens have in a pack, shape (components, tokens).
 
@@ -354,11 +332,7 @@ class _ReadError(Exception):
 
 @contextmanager
 def decoder_calls(model: Any, stop: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Collect the keyword arguments of each call to a model's text decoder while the block runs.
-
-    Args:
-        stop: whether to raise _ReadError instead of running the decoder.
-    """
+    """Collect the keyword arguments of each call to a model's text decoder while the block runs."""
     seen: list[dict[str, Any]] = []
 
     def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

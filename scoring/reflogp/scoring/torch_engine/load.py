@@ -34,7 +34,6 @@ class LoadedModel:
 
     Attributes:
         model: transformers model in evaluation mode on `device`; its parameters have no gradients.
-        dtype: dtype of the weights.
         autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
         vocab_size: number of rows of the output embedding; token ids must be smaller than this number.
         max_positions: maximum number of tokens of a sequence; None if there is no limit.
@@ -52,7 +51,6 @@ class LoadedModel:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The dtype in which matrix products are computed."""
         return self.autocast or self.dtype
 
     @property
@@ -129,23 +127,6 @@ def _enlarge_vocabulary(model: Any, adapter: Adapter) -> None:
 
 
 def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> LoadedModel:
-    """Load a reference model.
-
-    Args:
-        model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
-        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype that config.json names (float32 if it names
-            none). "bfloat16-autocast" and "float16-autocast" load float32 weights and run forward passes under torch.autocast.
-        device: "auto", "cpu", "cuda", "cuda:1", …
-        trust_remote_code: whether to run modeling code from the checkpoint.
-
-    Raises:
-        UsageError: the dtype is unknown, or the model does not exist (see `resolve_model` and `read_checkpoint`).
-        CheckpointError: the model's files cannot be read (see `read_checkpoint`).
-        OutOfMemoryError: the model does not fit on the device (checked before weights are read), or memory ran out while
-            loading.
-        EngineError: the device cannot be used, transformers cannot build the model, weights are missing from the files or have
-            the wrong shape, or the adapter cannot be loaded.
-    """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model))
     name = resolve_dtype(dtype, checkpoint.config)
     products = autocast_dtype(name)
@@ -240,10 +221,7 @@ def output_embedding(model: Any) -> Any:
 
 @contextmanager
 def _unloadable(folder: Path) -> Iterator[None]:
-    """Convert errors that transformers and its dependencies raise in the block to EngineError.
-
-    Out-of-memory errors and reflogp's own errors are re-raised unchanged.
-    """
+    """Convert errors that transformers and its dependencies raise in the block to EngineError."""
     try:
         yield
     except ReflogpError:
@@ -275,10 +253,6 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Yield a dictionary from the names of all tensors in a checkpoint's files to the tensors.
-
-    The tensors can be read only while the block runs.
-    """
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
@@ -328,8 +302,6 @@ def _max_positions(model: Any) -> int | None:
 def _rope_limit(config: Any) -> int | None:
     """Return the length in tokens above which a sequence changes the rotary embeddings of its whole pass, or None.
 
-    None means that the rotary embeddings never depend on the lengths of the sequences in the pass.
-
     See `dynamic_rope_update` in transformers' modeling_rope_utils.py.
     """
     rope = getattr(config, "rope_parameters", None) or {}
@@ -367,7 +339,6 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _text_config(config: Any) -> Any:
-    """Return the text model's part of a config, with the quantization settings of the whole config added."""
     text = config.get_text_config()
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:

@@ -27,7 +27,6 @@ class Logits:
     softcap: float | None = None
 
     def __call__(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the logits for a float32 product."""
         scaled = product if self.scale == 1.0 else product * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 

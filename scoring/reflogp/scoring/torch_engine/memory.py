@@ -62,13 +62,7 @@ def index_limit(model: Any) -> int:
 
 
 def least_pass_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Return how many bytes a pass with the smallest token budget needs in addition to the weights.
-
-    Args:
-        config: the model's transformers config.
-        device: the model's device.
-        dtype: dtype of the weights.
-    """
+    """Return how many bytes a pass with the smallest token budget needs in addition to the weights."""
     logits = _LEAST_TOKENS * getattr(config.get_text_config(), "vocab_size", 0)
     if device.type == "cpu":
         logits = min(logits, _LEAST_LOGITS)
@@ -118,16 +112,11 @@ def require_room(
     """Raise OutOfMemoryError if a checkpoint does not fit on a device.
 
     Args:
-        checkpoint: the checkpoint; only its headers are read.
-        config: the checkpoint's transformers config.
         dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
-        device: the model's device.
         parameters: number of the model's parameters, or None if unknown. This number can be smaller than the number of weights
             in the files, because transformers may not load all weights.
         alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,
             with the memory that is free now.
-
-    The error message says how much memory is needed, how much is free, and which options would work, if any.
     """
     weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
     free = _total_bytes(device) if alone else free_bytes(device)
@@ -241,18 +230,12 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error from torch, Triton or a CUDA library means that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 @contextmanager
 def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Raise OutOfMemoryError if the block runs out of memory. Other errors propagate unchanged.
-
-    Args:
-        device: the device that the block uses.
-        doing: words to put after "while" in the error message, such as "the self-check was running".
-    """
+    """Raise OutOfMemoryError if the block runs out of memory. Other errors propagate unchanged."""
     try:
         yield
     except Exception as error:

@@ -81,8 +81,6 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
     Args:
         sequences: any number of sequences. For a large dataset, call this function with a few thousand at a time.
         token_budget: maximum number of tokens in a pack. A sequence that is longer than the budget is alone in its pack.
-        min_shared: minimum length, in tokens, of a shared prefix that is computed only once; shorter prefixes are computed
-            again for each sequence.
     """
     ids = [sequence.ids() for sequence in sequences]
     groups = _groups(ids, prefix_order(ids), token_budget, min_shared)

@@ -158,11 +158,7 @@ def check_images(
     alone is not enough: in bfloat16, the log-probs of a few tokens may agree by chance.
 
     Args:
-        head: the model's output layer.
         loaded: the model, with packed attention already set.
-        features: object that builds the inputs of the model's decoder.
-        sequences: at least one sequence, all with images.
-        refused: names of attention kernels that must not be used.
         own_attention: the attention implementations that the model used before packed attention was set.
 
     Raises PictureError if an image can no longer be read. Out-of-memory errors, and errors while the sequences are scored one
@@ -237,12 +233,10 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
     a long shared prefix that exceeds the sliding window, and a padded batch. Warn if the packed path is rejected.
 
     Args:
-        head: the model's output layer.
         loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and
             are not part of the check.
         compile_layers: whether to also try compiled layers on the packed path. A warning is issued if the compiled layers fail
             or change the values.
-        refused: names of attention kernels that must not be used.
 
     Out-of-memory errors are re-raised: the check scores no more tokens at once than a pass has.
     """
@@ -433,11 +427,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers. Undo the compilation if it fails or changes the values too much.
-
-    Returns:
-        (difference, error message), as `_compare`. The message is None if the compiled layers can be used.
-    """
+    """Compile the layers. Undo the compilation if it fails or changes the values too much."""
     compilation.compile_layers(model)
     with or_fail():
         difference, problem = _attempt(lambda: _packed(model, head, samples, device, refused, []), plain, tolerance)
@@ -478,7 +468,6 @@ def _samples(loaded: LoadedModel) -> list[list[Sequence]]:
 
 
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """Compute a sequence's log-probs from the logits of an ordinary, unpadded call of the model."""
     return forward_single(model, sequence, device).cpu().numpy()
 
 

@@ -57,9 +57,7 @@ class SequenceImages:
     """The images of a prompt, in the order in which they appear.
 
     Attributes:
-        pictures: for each image, an object that can load it.
         counts: number of image tokens of each image.
-        vision: the model's processor.
         independent: True if an image's features do not depend on the prompt's other images.
     """
 
@@ -70,7 +68,6 @@ class SequenceImages:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """The images' digests, in the order of the images."""
         return tuple(picture.digest for picture in self.pictures)
 
     def parts(self) -> list[SequenceImages]:
@@ -161,7 +158,6 @@ def common_prefix(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> int:
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
-    """Return why this sequence cannot be scored with the model, or None if it can."""
     if not len(sequence.prompt_ids):
         return "the prompt is empty: the first token would have no context; begin the prompt with the BOS token"
     if not len(sequence.completion_ids):
@@ -200,10 +196,8 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
     """Return a list with the values of `count` sequences, in the order of their indices.
 
     Args:
-        count: number of sequences.
         problems: dict from the index of each skipped sequence to the reason. Error messages among `outcomes` are added to this
             dict.
-        outcomes: (index, outcome) tuples, one for each of the other sequences, in any order.
 
     Raises:
         InvalidSequencesError: some sequences have no values. The error's `results` contain the values of all other sequences.
@@ -229,11 +223,6 @@ def passes_over(
     """Score a list of sequences with an engine's `flow`; for each pass, yield a list of (index in `sequences`, outcome).
 
     Args:
-        sequences: sequences that the engine can score.
-        skip: indices of sequences to skip.
-        size: maximum number of sequences in each group that `flow` gets.
-        before: function that is called before the engine starts each pass. Its argument is a list that contains the index in
-            `sequences` of each of the pass's sequences.
         flow: the engine's `flow`. Its arguments are the groups of sequences, and a function or None. `flow` must call this
             function before each pass, with a list of the indices of the pass's sequences. These indices are counted from 0
             across all groups.

@@ -29,9 +29,7 @@ class Request(NamedTuple):
     Attributes:
         ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id
             (see reflogp.store.images).
-        prompt_len: number of prompt tokens.
         reads_cache: whether vLLM may read its prefix cache for this sequence.
-        images: the images of the prompt, or None.
     """
 
     ids: npt.NDArray[np.int64]
@@ -72,11 +70,6 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
     The log-probs must be finite and, except for rounding errors, not positive. vLLM must have computed the positions that
     predict the completion, instead of reading them from its cache.
-
-    Args:
-        values: the log-probs in the response, float32, or None if it contains no log-probs.
-        cached: number of tokens that vLLM read from its cache instead of computing them.
-        sequence: the sequence that was scored.
     """
     if values is None or len(values) != len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
         return False
@@ -84,7 +77,6 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
 
 def problem_of_answer(values: Any) -> str:
-    """Return the error message for a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
     return "vLLM returned no valid log-probs for the sequence, even without the prefix cache; use --engine torch"
@@ -99,7 +91,6 @@ ANSWERS = pa.schema(
 
 
 def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
-    """Encode (number, request) pairs; see `encode_sequences`."""
     numbered = list(requests)
     columns = {
         "number": pa.array([number for number, _ in numbered], pa.int64()),
@@ -109,7 +100,6 @@ def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
 
 
 def requests_of(body: bytes) -> list[tuple[int, Request]]:
-    """Decode the (number, request) pairs that `requests_body` encoded."""
     sequences, table, _ = decode_sequences(body)
     numbers, reads = (table[name].to_pylist() for name in ("number", "reads_cache"))
     return [

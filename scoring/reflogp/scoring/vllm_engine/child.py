@@ -45,7 +45,6 @@ class VllmProcess:
 
     Args:
         python: Python interpreter of vLLM's environment, which must also contain reflogp.
-        loading: vLLM's arguments, from `vllm_options`.
         unchanged: function that returns a context manager. vLLM loads the model while the context manager is active. The
             context manager raises FileChangedError if the model's files are not those of the reference.
 
@@ -55,7 +54,7 @@ class VllmProcess:
         FileChangedError: the model's files are not those of the reference.
     """
 
-    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._python = python
         self._loading = loading
         self._unchanged = unchanged
@@ -63,33 +62,7 @@ class VllmProcess:
         self._is_closed = False
         self.revive()
 
-    @property
-    def max_tokens(self) -> int:
-        """Length, in tokens, of the longest sequence that vLLM can score.
-
-        This is one less than vLLM's limit, because the limit includes the token that vLLM samples.
-        """
-        return int(self._about["max_model_len"]) - 1
-
-    @property
-    def token_budget(self) -> int:
-        """Maximum number of tokens in a pass.
-
-        This is as many tokens as vLLM computes in `_STEPS` steps, or fewer if `PASSES` passes of that size would not fit in the
-        cache.
-        """
-        return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
-
-    @property
-    def reads_cache(self) -> bool:
-        return bool(self._about["prefix_cache"])
-
-    @property
-    def block_size(self) -> int | None:
-        return int(self._about["block_size"])
-
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why vLLM cannot score a sequence with these images; see Transport.problem_of_images."""
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
@@ -105,19 +78,16 @@ class VllmProcess:
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send all requests and yield responses as they arrive; see Transport.ask."""
         if self._running is None:
             raise EngineError("the engine was closed")
         return self._running.ask(requests, salt)
 
     def provenance(self) -> dict[str, Any]:
-        """Return vLLM's version and settings; see Transport.provenance."""
         kept = ("vllm", "method", "block_size", "prefix_cache", "device", "batch_invariant", "tensor_parallel")
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        """Restart the process if it has exited; see Transport.revive. Raises the same errors as the constructor."""
-        if self._running is not None and not self._running.ended():
+        if self._running is not None and not self._running.inboxes.closed:
             return False
         if self._is_closed:
             raise EngineError("the engine was closed")
@@ -125,22 +95,26 @@ class VllmProcess:
         with contextlib.ExitStack() as undo:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
-                undo.callback(running.close)
+                undo.callback(running.end)
             if self._is_closed:  # the engine was closed while vLLM was loading
                 raise EngineError("the engine was closed")
             undo.pop_all()
         self._running = running
-        self._about = running.about
+        about = self._about = running.about
+        self.max_tokens = int(about["max_model_len"]) - 1  # vLLM's limit includes the token that vLLM samples
+        fits = max(1, int(about["room_tokens"]) // PASSES)  # in the cache
+        self.token_budget = min(_STEPS * int(about["batched_tokens"]), fits)
+        self.reads_cache = bool(about["prefix_cache"])
+        self.block_size: int | None = int(about["block_size"])
         return True
 
     def close(self) -> None:
-        """Stop the process, which cannot be restarted afterwards."""
         self._is_closed = True
         self._end()
 
     def _end(self) -> None:
         if self._running is not None:
-            self._running.close()
+            self._running.end()
             self._running = None
 
 
@@ -156,10 +130,7 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """Return a queue for the responses to the requests with these numbers.
-
-        None in the queue means that no more responses will come.
-        """
+        """None in the queue means that no more responses will come."""
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -183,7 +154,7 @@ class _Running:
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()
-        self._inboxes = _Inboxes()
+        self.inboxes = _Inboxes()
         words: deque[str] = deque(maxlen=_LAST_WORDS)
         try:
             process = subprocess.Popen(
@@ -196,7 +167,7 @@ class _Running:
             )
         except OSError as error:
             raise UsageError(f"vLLM's Python interpreter {python} cannot be run: {error.strerror}") from error
-        self._end = weakref.finalize(self, _end, process)
+        self.end = weakref.finalize(self, _end, process)
         self._in, out = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         listening = threading.Thread(target=_listen, args=(process.stderr, words), daemon=True)
         listening.start()
@@ -210,22 +181,16 @@ class _Running:
             reason = frame[0]["error"] if frame is not None else f"vLLM's process exited with status {process.returncode}"
             raise _error_of_start(python, reason, list(words))
         self.about = frame[0]
-        threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()
+        threading.Thread(target=_read, args=(out, self.inboxes), name="vllm", daemon=True).start()
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         numbers = [next(self._numbers) for _ in requests]
-        inbox = self._inboxes.open(numbers)
+        inbox = self.inboxes.open(numbers)
         if requests:
             with contextlib.suppress(BrokenPipeError):  # if the process has exited, `_read` closes the inboxes
                 self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)
-
-    def ended(self) -> bool:
-        return self._inboxes.closed
-
-    def close(self) -> None:
-        self._end()
 
 
 def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Iterator[Answer]:
@@ -238,7 +203,6 @@ def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Ite
 
 
 def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
-    """Read responses and put each into its request's queue, until the process exits."""
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
@@ -268,7 +232,6 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process and its children: close the process's stdin, wait until it exits, and kill its process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

@@ -51,10 +51,6 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
     sequence with P prompt tokens, a cache hit may cover at most P - 1 tokens, because the last prompt token predicts the first
     completion token. Because the sequences are sorted, each of them has its longest common prefix with the sequence directly
     before or after it. A cache hit is at most as long as that prefix, rounded down to whole blocks.
-
-    Args:
-        ordered: sequences in the order of `prefix_order`.
-        block_size: number of tokens in a cache block.
     """
     common = [0, *(common_prefix(a, b) for a, b in pairwise(sequence.ids() for sequence in ordered)), 0]
     longest = [max(before, after) for before, after in pairwise(common)]
@@ -71,32 +67,26 @@ _WINDOW = 8_192
 _IMAGE_BYTES = 256 << 20
 #: Number of passes in flight at the same time, so that vLLM never has to wait for the next pass.
 PASSES = 2
-#: Maximum number of consecutive times that vLLM may exit without returning a value. `_flow` increases this maximum by the
+#: Maximum number of consecutive times that vLLM may exit without returning a value. `flow` increases this maximum by the
 #: number of exits that a search by halving may need.
 _DEATHS = 6
 
 
 class Transport(Protocol):
-    """A connection to vLLM."""
+    """A connection to vLLM.
 
-    @property
-    def max_tokens(self) -> int:
-        """Length, in tokens, of the longest sequence that vLLM can score."""
+    Attributes:
+        max_tokens: length, in tokens, of the longest sequence that vLLM can score.
+        token_budget: maximum number of tokens in a pass. Two passes are in flight at the same time.
+        reads_cache: True if vLLM may read prefixes from its cache.
+        block_size: number of tokens in a block of vLLM's cache. None if responses show which values vLLM did not compute. In
+            this case, every sequence may read the cache.
+    """
 
-    @property
-    def token_budget(self) -> int:
-        """Maximum number of tokens in a pass. Two passes are in flight at the same time."""
-
-    @property
-    def reads_cache(self) -> bool:
-        """True if vLLM may read prefixes from its cache."""
-
-    @property
-    def block_size(self) -> int | None:
-        """Number of tokens in a block of vLLM's cache.
-
-        None if responses show which values vLLM did not compute. In this case, every sequence may read the cache.
-        """
+    max_tokens: int
+    token_budget: int
+    reads_cache: bool
+    block_size: int | None
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why vLLM cannot score a sequence with these images, as part of an error message; None if it can."""
@@ -129,17 +119,11 @@ class VllmEngine:
     response is invalid, it is discarded and its sequence is sent again without the cache. If vLLM exits, it is restarted and
     scoring continues. A sequence that makes vLLM exit is identified and skipped.
 
-    Args:
-        transport: connection to a vLLM process or server that has loaded the reference model.
-        reference: the reference whose values are computed.
-
     Attributes:
-        token_budget: maximum number of tokens in a pass.
         pass_seconds: maximum device time of a pass in seconds (see PassEngine). This engine ignores the limit, because vLLM
             interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM exited and was restarted.
-        vocab_size: number of tokens in the model's vocabulary.
         claim: dict of entries that `provenance` adds. If vLLM runs as a server, whose weights reflogp cannot read, the entries
             say whether `server.check_claim` has compared the server's log-probs with locally computed log-probs. The dict is
             empty if vLLM runs as a local process.
@@ -156,20 +140,14 @@ class VllmEngine:
         self.restarts = 0
 
     def score(self, sequences: list[Sequence]) -> list[Logps]:
-        """Return each sequence's token_logps, float32, in the order of `sequences`.
-
-        Raises InvalidSequencesError if some sequences cannot be scored.
-        """
         problems = self.problems(sequences)
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that vLLM cannot score, as a dictionary from index to reason."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) for each sequence, as soon as the sequence's pass has finished."""
         for landed in self.passes(sequences, skip):
             yield from landed
 
@@ -180,11 +158,7 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield a list of (index, outcome) for each pass; see PassEngine.passes.
-
-        Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
-
-        `before` is called before each pass is sent, with the indices of the pass's sequences.
+        """Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
 
         Raises:
             EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), a
@@ -198,53 +172,13 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups of sequences as they arrive; see PassEngine.flow.
-
-        The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed.
-        Raises the same errors as `passes`.
-        """
+        """The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed."""
         if temperature != 1.0:
             raise EngineError(
                 f"temperature {temperature}: vLLM computes log-probs of given tokens only at temperature 1; use --engine torch"
             )
+        coming = iter(groups)
         sequences: dict[int, Sequence] = {}
-        for landed in self._flow(iter(groups), sequences, before):
-            for number, _ in landed:
-                del sequences[number]
-            yield landed
-
-    def token_counts(self) -> TokenCounts:
-        """Return counts of 0, because this process does not know which tokens vLLM reads from its prefix cache."""
-        return TokenCounts()
-
-    def provenance(self) -> dict[str, Any]:
-        """Return the engine's versions and settings, which are stored together with the log-probs that it computes."""
-        return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
-
-    def close(self) -> None:
-        """Stop vLLM's process, or close the connections to the server; see Engine.close."""
-        self._transport.close()
-
-    def _problem(self, sequence: Sequence) -> str | None:
-        if sequence.attention_mask is not None:
-            return "the sequence is a row of a padded batch, and vLLM cannot score such rows; use --engine torch"
-        if sequence.images is not None:
-            reason = self._transport.problem_of_images(sequence.images)
-            if reason is not None:
-                return f"the sequence has images, but {reason}; use --engine torch"
-        if len(sequence) > self._transport.max_tokens:
-            return (
-                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; "
-                f"set max_length to at most {self._transport.max_tokens}, or use --engine torch"
-            )
-        return problem_of(sequence, self.vocab_size, None)
-
-    def _flow(
-        self,
-        groups: Iterator[list[Sequence]],
-        sequences: dict[int, Sequence],
-        before: Callable[[list[int]], None] | None,
-    ) -> Iterator[list[tuple[int, Outcome]]]:
         line: deque[_Pass] = deque()
         readers: set[int] = set()
         flying: deque[_Flight] = deque()
@@ -254,7 +188,7 @@ class VllmEngine:
         group: list[Sequence] | None = []
         while True:
             while len(flying) < (1 if suspects else PASSES):
-                if not line and group is not None and (group := next(groups, None)):
+                if not line and group is not None and (group := next(coming, None)):
                     numbers = range(count, count := count + len(group))
                     sequences.update(zip(numbers, group, strict=True))
                     ordered = [numbers[at] for at in prefix_order([sequence.ids() for sequence in group])]
@@ -295,10 +229,35 @@ class VllmEngine:
             numbers_done = {index for index, _ in landed}
             suspects -= numbers_done
             readers -= numbers_done
+            for number in numbers_done:
+                del sequences[number]
             yield landed
 
+    def token_counts(self) -> TokenCounts:
+        """Return counts of 0, because this process does not know which tokens vLLM reads from its prefix cache."""
+        return TokenCounts()
+
+    def provenance(self) -> dict[str, Any]:
+        return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _problem(self, sequence: Sequence) -> str | None:
+        if sequence.attention_mask is not None:
+            return "the sequence is a row of a padded batch, and vLLM cannot score such rows; use --engine torch"
+        if sequence.images is not None:
+            reason = self._transport.problem_of_images(sequence.images)
+            if reason is not None:
+                return f"the sequence has images, but {reason}; use --engine torch"
+        if len(sequence) > self._transport.max_tokens:
+            return (
+                f"the sequence has {len(sequence)} tokens, but vLLM accepts at most {self._transport.max_tokens}; "
+                f"set max_length to at most {self._transport.max_tokens}, or use --engine torch"
+            )
+        return problem_of(sequence, self.vocab_size, None)
+
     def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
-        """Return the indices of the sequences whose requests may read vLLM's prefix cache."""
         if not self._transport.reads_cache:
             return set()
         if self._transport.block_size is None:
@@ -338,12 +297,7 @@ class _Pass:
 
 
 class _Flight:
-    """A pass whose requests have been sent to vLLM.
-
-    Attributes:
-        indices: indices of the pass's sequences.
-        retries: number of sequences that were sent again because their responses were discarded.
-    """
+    """A pass whose requests have been sent to vLLM."""
 
     def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
         self.indices = asked.indices
@@ -357,10 +311,7 @@ class _Flight:
         self._answers = self._ask(self._asked, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes.
-
-        Raises VllmEndedError if vLLM exits.
-        """
+        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:
@@ -378,7 +329,6 @@ class _Flight:
         return [*self._unread, *outcomes]
 
     def _ask(self, indices: list[int], readers: Collection[int]) -> Iterator[Answer]:
-        """Send requests for some sequences, and return an iterator over the responses."""
         requests = []
         for index in indices:
             sequence = self._sequences[index]

