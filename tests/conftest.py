@@ -169,3 +169,12 @@ def plain_token_logps(model, prompt_ids, completion_ids, temperature=1.0):
     with torch.no_grad():
         distribution = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, dim=-1)
     return [float(distribution[len(prompt_ids) - 1 + t, int(token)]) for t, token in enumerate(completion_ids)]
+
+
+def largest_error(values, model, sequences, temperature=1.0) -> float:
+    """The largest difference between values of sequences, by whatever, and those of plain forwards; NaN if a value is NaN."""
+    import numpy as np
+
+    plain = [plain_token_logps(model, each.prompt_ids, each.completion_ids, temperature) for each in sequences]
+    assert [len(some) for some in values] == [len(some) for some in plain]
+    return float(np.abs(np.concatenate(values) - np.concatenate(plain)).max())

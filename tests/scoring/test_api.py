@@ -1,6 +1,7 @@
 """The Python API: every kind of dataset goes in and comes back, with the values of an independent computation."""
 
 import pickle
+from contextlib import nullcontext
 
 import datasets
 import numpy as np
@@ -55,39 +56,32 @@ def expected(rows, model):
     return [(total(row["prompt"], row["chosen"]), total(row["prompt"], row["rejected"])) for row in rows]
 
 
-def kinds(rows, folder):
-    """Each kind of dataset of the rows, and how its rows are read as dicts."""
-    table = pa.Table.from_pylist(rows)
-
-    def each(dataset):
-        return list(dataset)
-
-    def as_path(dataset):
-        return [dict(row) for row in dataset]
-
-    return {
-        "path": (write_rows(folder / "rows.jsonl", rows), as_path, datasets.Dataset),
-        "list": (rows, each, list),
-        "dataset": (datasets.Dataset.from_list(rows), each, datasets.Dataset),
-        "shuffled dataset": (
-            datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1)),
-            each,
-            datasets.Dataset,
-        ),
-        "stream": (datasets.Dataset.from_list(rows).to_iterable_dataset(), each, datasets.IterableDataset),
-        "pandas": (pandas.DataFrame(rows, index=range(100, 100 + len(rows))), lambda f: f.to_dict("records"), pandas.DataFrame),
-        "polars": (polars.DataFrame(rows), lambda f: f.to_dicts(), polars.DataFrame),
-        "arrow": (table, lambda t: t.to_pylist(), pa.Table),
-    }
-
-
-KINDS = ("path", "list", "dataset", "shuffled dataset", "stream", "pandas", "polars", "arrow")
+#: Kind of dataset -> of rows and a folder, the dataset; how its rows are read as dicts; what a join returns.
+KINDS = {
+    "path": (lambda rows, folder: write_rows(folder / "rows.jsonl", rows), list, datasets.Dataset),
+    "list": (lambda rows, _: rows, list, list),
+    "dataset": (lambda rows, _: datasets.Dataset.from_list(rows), list, datasets.Dataset),
+    "shuffled dataset": (
+        lambda rows, _: datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1)),
+        list,
+        datasets.Dataset,
+    ),
+    "stream": (lambda rows, _: datasets.Dataset.from_list(rows).to_iterable_dataset(), list, datasets.IterableDataset),
+    "pandas": (
+        lambda rows, _: pandas.DataFrame(rows, index=range(100, 100 + len(rows))),
+        lambda frame: frame.to_dict("records"),
+        pandas.DataFrame,
+    ),
+    "polars": (lambda rows, _: polars.DataFrame(rows), lambda frame: frame.to_dicts(), polars.DataFrame),
+    "arrow": (lambda rows, _: pa.Table.from_pylist(rows), lambda table: table.to_pylist(), pa.Table),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_scored_and_joined(kind, rows, model, expected, tmp_path):
-    dataset, read, returned = kinds(rows, tmp_path)[kind]
+    make, read, returned = KINDS[kind]
+    dataset = make(rows, tmp_path)
     summary = score(model, dataset, tmp_path / "store", dtype="float32")
     assert (summary.rows, summary.bad_rows) == (12, 0)
     assert summary.scored + summary.duplicates == 24
@@ -105,45 +99,55 @@ def test_each_kind_is_scored_and_joined(kind, rows, model, expected, tmp_path):
 
 
 def test_a_dictionary_of_splits(rows, model, tmp_path, monkeypatch):
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows[:9]), test=datasets.Dataset.from_list(rows))
+    train, test = datasets.Dataset.from_list(rows[:9]), datasets.Dataset.from_list(rows)
     make, loads = EngineChoice.make, []
     monkeypatch.setattr(EngineChoice, "make", lambda *arguments: loads.append(1) or make(*arguments))
-    summaries = score(model, splits, tmp_path / "store", dtype="float32")
+    summaries = score(model, datasets.DatasetDict(train=train, test=test), tmp_path / "store", dtype="float32")
     assert {name: summary.rows for name, summary in summaries.items()} == {"train": 9, "test": 12}
     assert all(summary.scored for summary in summaries.values()) and len(loads) == 1
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5]))
-    joined = join(model, splits, tmp_path / "store", dtype="float32")
-    assert isinstance(joined, datasets.DatasetDict) and {name: len(split) for name, split in joined.items()} == {
-        "train": 12,
-        "test": 5,
-    }
+    joined = join(model, datasets.DatasetDict(train=test, test=train), tmp_path / "store", dtype="float32")
+    assert isinstance(joined, datasets.DatasetDict)
+    assert {name: len(split) for name, split in joined.items()} == {"train": 12, "test": 9}
 
 
-def test_a_processor_stands_for_its_tokenizer(rows, model, tmp_path):
-    """As TRL takes it as processing_class, for rows of text too."""
+def test_a_processor_stands_for_its_tokenizer(rows, model, scored, tmp_path):
+    """As TRL takes it as processing_class, for rows of text too; a store may be open."""
     processor = ProcessorMixin()
     processor.tokenizer = AutoTokenizer.from_pretrained(model)
-    score(model, rows, tmp_path / "store", dtype="float32", tokenizer=processor)
-    assert score(model, rows, tmp_path / "store", dtype="float32").hits == 24
-    assert report(model, rows, tmp_path / "store", tmp_path / "report", dtype="float32", tokenizer=processor).coverage == 1
+    for given in (processor, processor.tokenizer):
+        assert score(model, rows, Store(scored), dtype="float32", tokenizer=given).scored == 0
+        assert len(join(model, rows, Store(scored), dtype="float32", tokenizer=given)) == 12
+    found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32", tokenizer=processor)
+    assert (found.rows, found.with_values, found.coverage) == (12, 12, 1)
+    assert (tmp_path / "report" / "index.html").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_values_are_an_error_or_left_out(kind, rows, model, tmp_path):
+    make, read, _ = KINDS[kind]
     score(model, rows[:9], tmp_path / "store", dtype="float32")
-    bad = [*rows[:3], {"prompt": "Q:", "chosen": None, "rejected": "x"}, *rows[3:]]
-    dataset, read, _ = kinds(bad, tmp_path)[kind]
+    dataset = make([*rows[:3], {"prompt": "Q:", "chosen": None, "rejected": "x"}, *rows[3:]], tmp_path)
     with pytest.raises(NotScoredError, match=r"cannot be used \(row 3: ") as caught:
         read(join(model, dataset, tmp_path / "store", dtype="float32"))
     assert caught.value.summary.bad_row_numbers == [3]
     seen = read(join(model, dataset, tmp_path / "store", dtype="float32", on_miss="drop"))
     assert [row["ref_row"] for row in seen] == [0, 1, 2, *range(4, 10)]
-    with pytest.raises(
-        NotScoredError,
-        match=r"snapshot \d+ has no values for 3 rows \(0-based row numbers: 9, 10, 11\).*reflogp score .* --store",
-    ):
-        read(join(model, kinds(rows, tmp_path)[kind][0], tmp_path / "store", dtype="float32"))
+    missing = r"snapshot \d+ has no values for 3 rows \(0-based row numbers: 9, 10, 11\).*reflogp score .* --store"
+    with pytest.raises(NotScoredError, match=missing):
+        read(join(model, make(rows, tmp_path), tmp_path / "store", dtype="float32"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_join_of_no_row_has_the_columns(kind, rows, model, scored, tmp_path):
+    make, read, returned = KINDS[kind]
+    joined = join(model, make([{**row, "prompt": "more"} for row in rows], tmp_path), scored, dtype="float32", on_miss="drop")
+    assert isinstance(joined, returned) and read(joined) == []
+    if kind not in ("list", "stream"):
+        assert set(getattr(joined, "column_names", getattr(joined, "columns", None))) == {*rows[0], *COLUMNS}
+    bad = make([{"prompt": "Q:", "chosen": None, "rejected": "x"}], tmp_path)
+    with pytest.raises(DatasetError, match="no row of the dataset can be used") if kind != "stream" else nullcontext():
+        assert read(join(model, bad, scored, dtype="float32", on_miss="drop")) == []
 
 
 def test_rows_that_trl_drops_are_left_out(rows, model, tmp_path):
@@ -153,48 +157,19 @@ def test_rows_that_trl_drops_are_left_out(rows, model, tmp_path):
     assert [row["ref_row"] for row in join(model, long, tmp_path / "store", **options)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_join_of_no_row_has_the_columns(kind, rows, model, scored, tmp_path):
-    dataset, read, returned = kinds([{**row, "prompt": row["prompt"] + " more"} for row in rows], tmp_path)[kind]
-    joined = join(model, dataset, scored, dtype="float32", on_miss="drop")
-    assert isinstance(joined, returned) and read(joined) == []
-    if kind in ("path", "dataset", "shuffled dataset", "arrow"):
-        assert set(joined.column_names) == {*rows[0], *COLUMNS}
-    if kind in ("pandas", "polars"):
-        assert set(joined.columns) == {*rows[0], *COLUMNS}
-    bad = kinds([{"prompt": "Q:", "chosen": None, "rejected": "x"}], tmp_path)[kind][0]
-    if kind == "stream":
-        assert read(join(model, bad, scored, dtype="float32", on_miss="drop")) == []
-    else:
-        with pytest.raises(DatasetError, match="no row of the dataset can be used"):
-            join(model, bad, scored, dtype="float32", on_miss="drop")
-
-
-@pytest.mark.parametrize("kind", ["path", "dataset", "shuffled dataset", "arrow"])
-def test_types_of_the_columns(kind, rows, model, scored, tmp_path):
-    varied = [{"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]} for row in rows]
-    varied[3]["source"] = "a column that the first rows lack"
-    table = pa.Table.from_pylist(varied, schema=pa.schema([(name, pa.string()) for name in [*rows[0], "source"]]))
-    dataset = {
-        "path": write_rows(tmp_path / "varied.jsonl", varied),
-        "dataset": datasets.Dataset(table),
-        "shuffled dataset": datasets.Dataset(table).select(range(12)),
-        "arrow": table,
-    }[kind]
-    joined = join(model, dataset, scored, dtype="float32")
-    schema = joined.schema if kind == "arrow" else joined.features.arrow_schema
-    assert schema.field("ref_chosen_logps").type == schema.field("ref_rejected_logps").type == pa.float32()
-    assert schema.field("ref_row").type == schema.field("ref_chosen_tokens").type == pa.int64()
-    assert (joined.column("source") if kind == "arrow" else pa.array(joined["source"]))[3].as_py() == varied[3]["source"]
-
-
-def test_a_dataset_keeps_split_features_and_format(rows, model, scored):
-    labelled = datasets.Dataset.from_list([{**row, "kind": n % 2} for n, row in enumerate(rows)], split="validation")
+def test_a_dataset_keeps_split_features_format_and_types(rows, model, scored):
+    """A column that the first rows lack, too."""
+    labelled = datasets.Dataset.from_list(
+        [{**row, "kind": n % 2, "source": "web" if n == 3 else None} for n, row in enumerate(rows)], split="validation"
+    )
     labelled = labelled.cast_column("kind", datasets.ClassLabel(names=["a", "b"])).with_format("numpy")
     joined = join(model, labelled, scored, dtype="float32")
     assert (joined.split, joined.format["type"]) == ("validation", "numpy")
-    assert joined.features["kind"].names == ["a", "b"]
+    assert joined.features["kind"].names == ["a", "b"] and joined["source"][3] == "web"
     assert isinstance(joined["ref_chosen_logps"][:], np.ndarray)
+    for schema in (joined.features.arrow_schema, join(model, pa.Table.from_pylist(rows), scored, dtype="float32").schema):
+        assert schema.field("ref_chosen_logps").type == schema.field("ref_rejected_logps").type == pa.float32()
+        assert schema.field("ref_row").type == schema.field("ref_chosen_tokens").type == pa.int64()
 
 
 @pytest.mark.slow
@@ -207,17 +182,6 @@ def test_a_stream_is_read_by_one_worker(rows, model, scored):
     assert len(list(datasets.interleave_datasets([stream, stream]))) >= 23
     with pytest.raises(UsageError, match="cannot be sent to another process"):
         pickle.loads(pickle.dumps(stream))  # noqa: S301
-
-
-def test_a_bad_tokenizer_is_refused_before_a_stream_is_read(rows, model, scored, tmp_path):
-    with pytest.raises(UsageError, match="nowhere"):
-        join(
-            model,
-            datasets.Dataset.from_list(rows).to_iterable_dataset(),
-            scored,
-            dtype="float32",
-            tokenizer=str(tmp_path / "nowhere"),
-        )
 
 
 def test_what_pandas_makes_of_gaps(model, tmp_path):
@@ -234,11 +198,9 @@ def test_what_pandas_makes_of_gaps(model, tmp_path):
     joined = join(model, odd, tmp_path / "store", dtype="float32", on_miss="drop")
     assert joined["ref_row"].tolist() == [0, 1, 2] and (joined["ref_logps"] < 0).all()
     assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
-    with pytest.raises(UsageError, match="column names are not unique"):
-        score(model, pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]), tmp_path / "store", dtype="float32")
 
 
-def test_many_rows_messages_and_tokens(model, pair_rows, tmp_path):
+def test_messages_and_many_windows_of_tokens(model, pair_rows, tmp_path):
     messages = [{name: row[name] for name in ("prompt", "chosen", "rejected") if name in row} for row in pair_rows[:6]]
     assert score(model, pandas.DataFrame(messages), tmp_path / "store", dtype="float32").bad_rows == 0
     assert len(join(model, datasets.Dataset.from_list(messages), tmp_path / "store", dtype="float32")) == 6
@@ -250,37 +212,31 @@ def test_many_rows_messages_and_tokens(model, pair_rows, tmp_path):
     assert len(list(join(model, streamed, tmp_path / "store", dtype="float32"))) == 50
 
 
-def test_arguments_that_would_be_taken_for_others(rows, model, scored, tmp_path):
-    with pytest.raises(UsageError, match="unknown on_miss 'raise': use 'error' or 'drop'"):
-        join(model, rows, scored, dtype="float32", on_miss="raise")
-    changed = datasets.Dataset.from_list(rows)
+def test_what_cannot_be_meant_is_refused(rows, model, scored, tmp_path):
+    changed, stream = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).to_iterable_dataset()
     changed.set_transform(lambda batch: batch)
-    with pytest.raises(UsageError, match="has a transform"):
-        score(model, changed, scored, dtype="float32")
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_dict({"prompt": []}))
-    with pytest.raises(DatasetError, match="split test: "):
-        score(model, splits, scored, dtype="float32")
-    with pytest.raises(UsageError, match="one of the DatasetDict's splits: train, test"):
-        report(model, splits, scored, tmp_path / "report", dtype="float32")
-
-
-def test_nothing_was_scored(rows, model, scored, tmp_path):
-    with pytest.raises(StoreNotFoundError, match="reflogp score"):
-        join(model, rows, tmp_path / "nowhere", dtype="float32")
-    with pytest.raises(ReferenceNotFoundError, match="--dtype bfloat16"):
-        join(model, rows, scored, dtype="bfloat16")
-
-
-def test_an_own_tokenizer_and_an_open_store(rows, model, scored):
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    assert score(model, rows, Store(scored), dtype="float32", tokenizer=tokenizer).scored == 0
-    assert len(join(model, rows, Store(scored), dtype="float32", tokenizer=tokenizer)) == 12
-
-
-@pytest.mark.parametrize("dataset", [7, ["a row"], None, {"train": []}])
-def test_what_is_no_dataset(dataset, model, scored):
-    with pytest.raises(UsageError, match="cannot be read: pass a path"):
-        score(model, dataset, scored, dtype="float32")
+    twice = pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"])
+    for call, error, says in (
+        (lambda: join(model, rows, scored, dtype="float32", on_miss="raise"), UsageError, "use 'error' or 'drop'"),
+        (lambda: join(model, stream, scored, dtype="float32", tokenizer=str(tmp_path / "nowhere")), UsageError, "nowhere"),
+        (lambda: score(model, changed, scored, dtype="float32"), UsageError, "has a transform"),
+        (lambda: score(model, splits, scored, dtype="float32"), DatasetError, "split test: "),
+        (
+            lambda: report(model, splits, scored, tmp_path / "report"),
+            UsageError,
+            "one of the DatasetDict's splits: train, test",
+        ),
+        (lambda: score(model, twice, scored, dtype="float32"), UsageError, "column names are not unique"),
+        (lambda: join(model, rows, tmp_path / "nowhere", dtype="float32"), StoreNotFoundError, "reflogp score"),
+        (lambda: join(model, rows, scored, dtype="bfloat16"), ReferenceNotFoundError, "--dtype bfloat16"),
+        *(
+            (lambda none=none: score(model, none, scored, dtype="float32"), UsageError, "cannot be read: pass a path")
+            for none in (7, ["a row"], None, {"train": []})
+        ),
+    ):
+        with pytest.raises(error, match=says):
+            call()
 
 
 def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_path):
@@ -288,19 +244,10 @@ def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_pa
     where = f"reference {again.reference_id}, snapshot {again.snapshot} of {scored}"
     assert repr(again) == f"ScoreSummary(\n    12 rows, 24 sequences: 24 hits, 0 scored\n    {where} ({again.seconds:.1f} s)\n)"
     first = score(model, rows[:1], tmp_path / "store", dtype="float32")
-    assert repr(first).splitlines()[1:3] == [
-        "    1 row, 2 sequences: 0 hits, 2 scored",
-        f"    {first.lines()[1]}",
-    ]
+    assert repr(first).splitlines()[1:3] == ["    1 row, 2 sequences: 0 hits, 2 scored", f"    {first.lines()[1]}"]
     assert f"{first.tokens} tokens in " in first.lines()[1] and " tokens/s" in first.lines()[1]
     found = report(model, rows, scored, tmp_path / "report", dtype="float32")
     assert repr(found).splitlines()[1].startswith("    12 of 12 examples with values, accuracy ")
     with pytest.raises(NotScoredError) as caught:
         join(model, rows, tmp_path / "store", dtype="float32")
     assert repr(caught.value.summary).splitlines()[1] == "    1 of 12 rows with values, 11 missing"
-
-
-def test_a_report_of_rows(rows, model, scored, tmp_path):
-    found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32")
-    assert (found.rows, found.with_values) == (12, 12)
-    assert (tmp_path / "report" / "index.html").is_file()

@@ -36,60 +36,43 @@ TREES = {
 }
 
 
+def machine(folder: Path, mounts: str, groups: str, files: dict[str, str]) -> Path:
+    """The files of /proc and /sys of a machine."""
+    tree = {
+        "proc/self/mountinfo": mounts,
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": files[name] for name in files},
+    }
+    for name, text in tree.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_the_smallest_limit_around_the_process_counts(tmp_path, name):
     mounts, top, groups, files, expected = TREES[name]
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/mountinfo").write_text(mounts.format(top=top))
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    for path, text in files.items():
-        file = tmp_path / "sys/fs/cgroup" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    assert total_memory(tmp_path) == (expected or psutil.virtual_memory().total)
+    found = total_memory(machine(tmp_path, mounts.format(top=top), groups, files))
+    assert found == (expected or psutil.virtual_memory().total)
+
+
+PAGES = "inactive_file 2000000\nactive_file 500000\n"
+V1_PAGES = "active_file 7\ntotal_inactive_file 2000000\ntotal_active_file 500000\n"
 
 
 @pytest.mark.parametrize(
-    ("mounts", "groups", "files"),
+    ("mounts", "groups", "folder", "limit", "usage", "pages"),
     [
-        (
-            V2,
-            "0::/a\n",
-            {
-                "memory.max": "9000000",
-                "memory.current": "8000000",
-                "memory.stat": "inactive_file 2000000\nactive_file 500000\n",
-            },
-        ),
-        (
-            V1,
-            "4:memory:/a\n",
-            {
-                "memory.limit_in_bytes": "9000000",
-                "memory.usage_in_bytes": "8000000",
-                "memory.stat": "active_file 7\ntotal_inactive_file 2000000\ntotal_active_file 500000\n",
-            },
-        ),
+        (V2, "0::/a\n", "a", "memory.max", "memory.current", PAGES),
+        (V1, "4:memory:/a\n", "memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes", V1_PAGES),
     ],
     ids=["v2", "v1"],
 )
-def test_what_a_limit_leaves_is_free_and_so_is_the_groups_page_cache(tmp_path, mounts, groups, files):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/mountinfo").write_text(mounts.format(top="/"))
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    group = tmp_path / "sys/fs/cgroup" / ("a" if mounts is V2 else "memory/a")
-    group.mkdir(parents=True)
-    for name, text in files.items():
-        (group / name).write_text(text)
-    assert free_memory(tmp_path) == 3_500_000
-    (group / "memory.stat").write_text("")
-    assert free_memory(tmp_path) == 1_000_000
-    next(file for file in group.iterdir() if "limit" in file.name or "max" in file.name).write_text("7000000")
-    assert free_memory(tmp_path) == 0
-
-
-def test_without_a_limit_the_machines_memory_is_free(tmp_path):
-    assert 0 < free_memory(tmp_path) <= psutil.virtual_memory().total
+def test_what_a_limit_leaves_is_free_and_so_is_the_groups_page_cache(tmp_path, mounts, groups, folder, limit, usage, pages):
+    for most, stat, free in ((9_000_000, pages, 3_500_000), (9_000_000, "", 1_000_000), (7_000_000, "", 0)):
+        files = {f"{folder}/{limit}": str(most), f"{folder}/{usage}": "8000000", f"{folder}/memory.stat": stat}
+        assert free_memory(machine(tmp_path, mounts.format(top="/"), groups, files)) == free
+    assert 0 < free_memory(tmp_path / "no groups") <= psutil.virtual_memory().total
 
 
 def test_a_real_group_with_a_limit():

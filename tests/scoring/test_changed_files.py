@@ -1,7 +1,6 @@
 """Files that are replaced under a running service: weights, chat templates, datasets."""
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reflogp.client import Client, ServicePath
+from reflogp.scoring.data import read
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, describe_reference, sequence_keys
@@ -39,6 +39,14 @@ def other_model(source: Path, folder: Path) -> Path:
     return folder
 
 
+def killed_and_replaced(service) -> None:
+    """Kill the service's worker, and wait for the next one."""
+    [worker] = service.workers()
+    worker.kill()
+    wait_until(lambda: [found for found in service.workers() if found.pid != worker.pid])
+    service.worker_ready()
+
+
 def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_other_references_go_on(
     tmp_path, reference_folder, warm_python
 ):
@@ -58,20 +66,14 @@ def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_oth
         values = score(service, "a", **longer).json()["token_logps"][0]
         assert values[:3] == pytest.approx(expected["a"], abs=2e-4)
         wait_until((tmp_path / "store" / reference.reference_id / "reference.json").is_file)  # written a little later
-        [worker] = service.workers()
-        worker.kill()
-        wait_until(lambda: [found for found in service.workers() if found.pid != worker.pid])
-        service.worker_ready()  # although the reference that it should hold is not there any more
+        killed_and_replaced(service)  # although the reference that it should hold is not there any more
         refused = score(service, "a", prompt_ids=[20, 21], completion_ids=[22, 23])
         assert refused.status_code == 503, refused.text
         assert "changed" in refused.json()["detail"] and reference.reference_id in refused.json()["detail"]
-        answer = score(service, "b")
-        assert answer.json()["token_logps"][0] == pytest.approx(expected["b"], abs=2e-4)
-    key = sequence_keys([SEQUENCE["prompt_ids"]], [SEQUENCE["completion_ids"]])
-    found = Store(tmp_path / "store")[reference.reference_id].snapshot().token_logps(key)
-    assert found[0] is None or list(found[0][:3]) == pytest.approx(expected["a"], abs=2e-4)
-    unscored = sequence_keys([[20, 21]], [[22, 23]])
-    assert Store(tmp_path / "store")[reference.reference_id].snapshot().token_logps(unscored) == [None]
+        assert score(service, "b").json()["token_logps"][0] == pytest.approx(expected["b"], abs=2e-4)
+    keys = sequence_keys([SEQUENCE["prompt_ids"], [20, 21]], [SEQUENCE["completion_ids"], [22, 23]])
+    found, unscored = Store(tmp_path / "store")[reference.reference_id].snapshot().token_logps(keys)
+    assert unscored is None and (found is None or list(found[:3]) == pytest.approx(expected["a"], abs=2e-4))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +111,7 @@ def test_rows_are_tokenized_by_the_template_that_the_model_has_when_the_job_begi
         for _ in range(2):
             kind(template, template.read_bytes().replace(b"{%", b"Hm. {%", 1))
             if restarted:
-                [worker] = service.workers()
-                worker.kill()
-                wait_until(lambda killed=worker.pid: [found for found in service.workers() if found.pid != killed])
-                service.worker_ready()
+                killed_and_replaced(service)
             job = client.watch(client.submit(file, "ref").id)
             assert job.state == "done", job.error
             tokenizer = load_tokenizer(str(place / "model"))
@@ -199,19 +198,6 @@ def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_pat
         assert keys_of(client, again, tmp_path) == expected_keys(rows)
 
 
-def test_what_a_killed_worker_left_half_written_is_deleted(service, place, tmp_path):
-    rows = token_rows(3, seed=1) * 10_000
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    tokens = place / "state" / "tokens"
-    [worker] = service.workers()
-    with Client(service.url) as client:
-        job = client.submit(file, "ref", title="killed")
-        wait_until(lambda: list(tokens.glob(".*.partial")))
-        worker.send_signal(signal.SIGKILL)
-        assert client.watch(job.id).state == "done"
-    assert not list(tokens.glob(".*"))
-
-
 @pytest.mark.parametrize("change", [renamed_over, in_place, appended])
 @pytest.mark.parametrize("command", ["score", "join", "report"])
 def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, reference_folder, command, change, monkeypatch):
@@ -223,18 +209,14 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
     arguments = [reference_folder, file, "--store", store, "--dtype", "float32"]
     if command != "score":
         assert reflogp("score", *arguments)[0] == 0
-    from reflogp.scoring.data import read
-
-    batched = read.batched
 
     def changing(*options):
-        for batch in batched(*options):
+        for batch in read.batched(*options):
             yield batch
             if file.read_bytes() == padded(rows, size):
                 change(file, padded(token_rows(6, seed=4), size))
 
-    for module in ("reflogp.scoring.data.tokenize",):
-        monkeypatch.setattr(f"{module}.batched", changing)
+    monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", changing)
     code, _, error = reflogp(command, *arguments, *to[command])
     assert code == 1 and "rows.jsonl was changed" in error.replace("\n", "") and "run again" in error.replace("\n", " ")
     assert not (tmp_path / "out.parquet").exists() and not (tmp_path / "report" / "index.html").exists()
@@ -243,16 +225,3 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
         found = Store(store)[reference].get([rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]])
         model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
         np.testing.assert_allclose(found[0], plain_token_logps(model, rows[0]["prompt_ids"], rows[0]["chosen_ids"]), atol=2e-4)
-
-
-def test_a_second_upload_of_a_file_does_not_disturb_a_job_on_it(service, tmp_path):
-    rows = token_rows(3, seed=5) * 5_000
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    with Client(service.url) as client:
-        job = client.submit(file, "ref", title="first")
-        while client.job(job.id).state in ("waiting", "queued", "running"):
-            client.submit(file, "ref", max_length=30)
-            os.utime(file)
-        ended = client.watch(job.id)
-        assert ended.state == "done", ended.error
-        assert keys_of(client, client.job(job.id), tmp_path) == expected_keys(rows)

@@ -1,163 +1,128 @@
-"""The output layer in float32: its values, and what it casts. For CUDA stand tensors that say they are there."""
+"""The output layer in float32, and the log-sum-exp by each implementation, beside float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from reflogp.scoring.torch_engine import head as head_module
+from reflogp.scoring.torch_engine import log_sum_exp
 from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.log_sum_exp import Logits, eager
+from tests.conftest import REPOSITORY
 from tools.families import VOCAB, build
 
-aten = torch.ops.aten
-#: Rows that predict, more than one chunk of them everywhere below.
+#: Rows that predict, more than one chunk of them.
 COUNT = 300
 TEMPERATURE = 0.7
-
 #: What a family does to the products of its head.
-FORMS = {
+FAMILIES = {
     "Llama": lambda product: product,
     "Phi (partial rotary, biased head)": lambda product: product,
     "Gemma 2 (soft caps, sliding window 8)": lambda product: 5.0 * torch.tanh(product / 5.0),
     "Cohere (logit scale)": lambda product: 0.3 * product,
 }
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-class OnCuda(torch.Tensor):
-    """A tensor that says it lies on a GPU; its values lie here."""
-
-    @staticmethod
-    def __new__(cls, values):
-        made = torch.Tensor._make_subclass(cls, values.detach().to("meta"), False, dispatch_device=True)
-        made.values = values
-        return made
-
-    @property
-    def device(self):
-        return torch.device("cuda:0")
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} without anybody watching")
-
-
-class Watching(TorchDispatchMode):
-    """Computes what is asked of `OnCuda` tensors as CUDA would, and remembers what was computed.
-
-    Attributes:
-        products: (shape of the left side, shape of the right side, dtypes, dtype of the product).
-        made: (operator, shape) of every float32 matrix that is not a view.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.products, self.made = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        there = any(isinstance(arg, OnCuda) for arg in tensors)
-        if there:
-            assert all(isinstance(arg, OnCuda) or arg.dim() == 0 for arg in tensors), f"{function} of tensors on two devices"
-        here_args, here_kwargs = tree_map_only(OnCuda, lambda tensor: tensor.values, (args, kwargs))
-        if function is aten.mm.dtype:  # no CPU has it
-            left, right, dtype = here_args
-            assert there and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16), "as CUDA refuses"
-            assert dtype == torch.float32
-            out = left.float() @ right.float()
-        else:
-            out = function(*here_args, **here_kwargs)
-        if function in (aten.mm.default, aten.mm.dtype, aten.addmm.default):
-            left, right = here_args[-3:-1] if function is aten.mm.dtype else here_args[-2:]
-            assert left.dtype == right.dtype
-            self.products.append((tuple(left.shape), tuple(right.shape), left.dtype, out.dtype))
-        if function._schema.name.endswith("_") and there:
-            return args[0]
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.dim() == 2 and not function.is_view:
-            self.made.append((function, tuple(out.shape)))
-        return tree_map_only(torch.Tensor, OnCuda, out) if there else out
-
-
-def small_blocks(monkeypatch):
-    """Several chunks of rows and several blocks of columns of a vocabulary of 160."""
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("states", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_float32_head_is_exact_to_float32(name, states, device, monkeypatch):
+    """In chunks of rows and blocks of columns; states of float32, as Mamba's are, stand above a narrower weight."""
     monkeypatch.setattr(head_module, "_CPU_BLOCK", (64, 48))
     monkeypatch.setattr(head_module, "_WHOLE_LOGITS", {"cpu": 1 << 25, "cuda": 200 * VOCAB})
-
-
-def some_states(head, dtype):
-    """(states, which of them predict, what they predict)."""
+    model = build(name).to(device, torch.bfloat16 if states == torch.float32 else states)
+    weight, bias = model.get_output_embeddings().weight, model.get_output_embeddings().bias
     random = torch.Generator().manual_seed(1)
-    states = torch.randn(COUNT + 50, head._weight.shape[1], generator=random).to(dtype)
-    return states, torch.randperm(COUNT + 50, generator=random)[:COUNT], torch.randint(VOCAB, (COUNT,), generator=random)
-
-
-def expected(name, head, states, at, targets):
-    """log p of the targets in float64."""
-    logits = FORMS[name](states[at].double() @ head._weight.double().T + (0 if head._bias is None else head._bias.double()))
-    return torch.log_softmax(logits / TEMPERATURE, 1).gather(1, targets[:, None])[:, 0]
-
-
-def move(head):
-    head._weight, head._factors = OnCuda(head._weight.data), OnCuda(head._factors.data)
-    head._bias = head._bias if head._bias is None else OnCuda(head._bias.data)
-
-
-def watched(head, *inputs):
-    """(values of the head, what it computed). In inference mode operators would come whole, not as what they are made of."""
-    with torch.no_grad(), Watching() as watching:
-        values = Head.logps.__wrapped__(head, *inputs, TEMPERATURE)
-    return values, watching
-
-
-def on_cuda(head, *inputs):
-    """As `watched`, on the stand-in."""
-    move(head)
-    values, watching = watched(head, *map(OnCuda, inputs))
-    return values.values, watching
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_float32_head_is_exact_to_float32(name, dtype, device, monkeypatch):
-    small_blocks(monkeypatch)
-    head = Head(build(name).to(dtype), float32=True)
-    inputs = some_states(head, dtype)
-    right = expected(name, head, *inputs)
-    values = on_cuda(head, *inputs)[0] if device == "cuda" else head.logps(*inputs, TEMPERATURE)
+    rows = torch.randn(COUNT + 50, weight.shape[1], generator=random).to(device, states)
+    at = torch.randperm(COUNT + 50, generator=random)[:COUNT].to(device)
+    targets = torch.randint(VOCAB, (COUNT,), generator=random).to(device)
+    with torch.inference_mode():
+        values = Head(model, float32=True).logps(rows, at, targets, TEMPERATURE)
+    logits = FAMILIES[name](rows[at].double() @ weight.double().T + (0 if bias is None else bias.double()))
+    right = torch.log_softmax(logits / TEMPERATURE, 1).gather(1, targets[:, None])[:, 0]
     assert values.dtype == torch.float32
     assert (values - right).abs().max() <= 2e-6 * right.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_cuda_16_bits_are_multiplied_as_they_are(dtype, monkeypatch):
-    """One product of 16 bits into float32 for each chunk, in whole tiles; the weight is never cast."""
-    small_blocks(monkeypatch)
-    head = Head(build("Llama").to(dtype), float32=True)
-    _, watching = on_cuda(head, *some_states(head, dtype))
-    hidden = head._weight.shape[1]
-    assert watching.products == [((rows, hidden), (hidden, VOCAB), dtype, torch.float32) for rows in (128, 128, COUNT - 256)]
-    assert max(rows for _, (rows, columns) in watching.made if columns == hidden) <= 128, "rows of chunks alone are cast"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMS = [Logits(), Logits(0.3), Logits(1.0, 30.0), Logits(2.0, 5.0)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("float32", [True, False])
-def test_a_weight_that_must_be_cast_is_cast_once_and_in_blocks(device, float32, monkeypatch):
-    """On a CPU for a float32 head; everywhere for states that are float32, as Mamba's are, above a narrower weight."""
-    small_blocks(monkeypatch)
-    head = Head(build("Llama").to(torch.bfloat16), float32=float32)
-    hidden = head._weight.shape[1]
-    monkeypatch.setattr(head_module, "_CAST_NUMBERS", 130 * hidden)
-    inputs = some_states(head, torch.float32)
-    right = expected("Llama", head, *inputs)
-    if device == "cuda":
-        values, watching = on_cuda(head, *inputs)
-        blocks = [128, VOCAB - 128]
-    else:
-        values, watching = watched(head, *inputs)
-        blocks = [48, 48, 48, VOCAB - 144]
-    assert (values - right).abs().max() <= 2e-6 * right.abs().max()
-    casts = [rows for function, (rows, columns) in watching.made if function is aten._to_copy.default and columns == hidden]
-    chunks = COUNT // 128 + 1 if device == "cuda" else COUNT // 64 + 1  # of the targets' own rows of the weight
-    assert casts[: len(blocks)] == blocks
-    assert len(casts) == len(blocks) + chunks and max(casts) < VOCAB
+def largest_error(reduce, dtypes=DTYPES, forms=FORMS) -> float:
+    """In nats, relative to the largest logit where this is above 1."""
+    random = torch.Generator().manual_seed(0)
+    errors = []
+    for columns in (1, 7, 4096, 5000, 9001):
+        for dtype in dtypes:
+            for size in (1.0, 100.0):
+                product = (torch.randn(5, columns, generator=random) * size).to(dtype)
+                targets = torch.randint(columns, (5,), generator=random)
+                for logits in forms:
+                    exact = logits(product.double()) / 0.7
+                    expected = torch.logsumexp(exact, 1), exact.gather(1, targets[:, None])[:, 0]
+                    found = reduce(product, logits, 1 / 0.7, targets)
+                    assert all(part.dtype == torch.float32 and part.shape == (5,) for part in found)
+                    error = max(float((ours - right).abs().max()) for ours, right in zip(found, expected, strict=True))
+                    errors.append(error / max(1.0, float(exact.abs().max())))
+    return max(errors)
+
+
+def test_without_compilation():
+    assert largest_error(eager) <= 1e-6
+
+
+@pytest.mark.slow
+def test_compiled():
+    assert largest_error(log_sum_exp.compiled(), [torch.bfloat16], [Logits(), Logits(1.0, 30.0)]) <= 1e-6
+
+
+needs_triton = pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="Triton is not built for this machine"
+)
+INTERPRETED = """
+import json
+from reflogp.scoring.torch_engine.triton_log_sum_exp import reduce
+from tests.scoring.test_head import largest_error
+print(json.dumps(largest_error(reduce)))
+"""
+
+
+@needs_triton
+def test_the_triton_kernel_in_tritons_interpreter():
+    """Triton decides when it is imported whether kernels are compiled or interpreted, so it runs in a process of its own."""
+    command, environment = [sys.executable, "-c", INTERPRETED], {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) <= 5e-6  # of a cap of 30, times the rounding of a sigmoid
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_the_triton_kernel_compiles_for_an_h100_and_fits_in_registers(dtype, has_cap, tmp_path):
+    """No GPU is needed to compile. The interpreter accepts kernels that the compiler does not."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from reflogp.scoring.torch_engine import triton_log_sum_exp
+
+    pointers = {"product": f"*{dtype}", "targets": "*i64", "sums": "*fp32", "found": "*fp32"}
+    numbers = {"columns": "i32", "form_scale": "fp32", "softcap": "fp32", "scale": "fp32"}
+    constants = {"HAS_CAP": has_cap, "COLUMNS": triton_log_sum_exp.COLUMNS}
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(triton_log_sum_exp.kernel, signature, constants)
+    options = {"num_warps": triton_log_sum_exp.WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    assert "STACK:0" in usage and "LOCAL:0" in usage, usage

@@ -5,8 +5,6 @@ import math
 import tempfile
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from datasets.utils.json import ujson_loads
 from hypothesis import HealthCheck, example, given, settings
@@ -17,7 +15,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import reserved_kwargs
 from reflogp.scoring.data.tokenize import tokenize_dataset
 from reflogp.scoring.errors import DatasetError
-from reflogp.store.texts import MOST_CHARACTERS, shortened, shortened_names
+from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import write_rows
 from tests.scoring.hostile_rows import obedient, pair, write_raw
 
@@ -159,12 +157,9 @@ MEDIA = {
     "pixel_values": {"pixel_values": [[1.0]]},
 }
 PARTS = (
-    {"type": "image"},
     {"type": "image", "image": "a.png"},
     {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
-    {"type": "input_image", "image_url": "a"},
     {"type": "video", "video": "a.mp4"},
-    {"type": "audio", "audio": "a.wav"},
     {"type": "input_audio", "input_audio": {"data": "a"}},
     {"image": "a.png"},
 )
@@ -189,21 +184,6 @@ def test_rows_with_media_are_bad_rows(form, tokenizer, tmp_path):
     assert all("contains more than text" in problem for problem in problems.values())
 
 
-def test_an_image_column_of_parquet_too(tokenizer, tmp_path):
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    columns = {name: pa.array([GOOD[name]] * 3) for name in GOOD}
-    columns["image"] = pa.array([{"bytes": b"\x89PNG", "path": None}, None, {"bytes": None, "path": None}], image)
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    tokens, problems = tokenized(tmp_path / "rows.parquet", obedient(tokenizer))
-    assert (set(tokens), set(problems)) == ({1, 2}, {0})
-
-
-def test_text_parts_are_rendered_as_trl_renders_them(tokenizer, tmp_path):
-    row = pair([{"type": "text", "text": "Look:"}, {"type": "text", "text": "there", "image": None}])
-    tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", [row]), obedient(tokenizer))
-    assert not problems and tokens[0] == trl_tokens(row, obedient(tokenizer))
-
-
 def test_kwargs_are_variables_of_the_template_or_refused(tokenizer, tmp_path):
     tokenizer = obedient(tokenizer)
     honest = [{"thinking": True}, {"enable_thinking": False}, {"reasoning_effort": "low"}, {"documents": [{"title": "a"}]}]
@@ -214,9 +194,7 @@ def test_kwargs_are_variables_of_the_template_or_refused(tokenizer, tmp_path):
     assert set(tokens) == set(range(len(honest)))
     for at, row in enumerate(rows[: len(honest)]):
         assert tokens[at] == trl_tokens(row, tokenizer)
-    assert {"chat_template", "tokenize", "return_dict", "conversation", "continue_final_message", "add_generation_prompt"} < (
-        reserved_kwargs()
-    )
+    assert {"chat_template", "tokenize", "return_dict", "conversation", "add_generation_prompt"} < reserved_kwargs()
     for at, row in enumerate(rows[len(honest) :], len(honest)):
         assert next(iter(row["chat_template_kwargs"])) in problems[at]
 
@@ -227,26 +205,3 @@ def test_rows_of_odd_columns_before_the_first_good_one(tokenizer, tmp_path):
     assert (set(tokens), set(problems)) == ({2}, {0, 1, 3})
     with pytest.raises(DatasetError, match="foo match no known format"):
         tokenized(write_rows(tmp_path / "none.jsonl", rows[:2]), obedient(tokenizer))
-
-
-def test_json_arrays_and_marked_files(tokenizer, tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps([GOOD, pair("\ud800a"), GOOD]))  # `datasets` leaves half a pair out
-    tokens, problems = tokenized(tmp_path / "rows.json", obedient(tokenizer))
-    assert not problems and tokens[1] == trl_tokens(pair("a"), obedient(tokenizer))
-    (tmp_path / "marked.jsonl").write_text(json.dumps(GOOD) + "\n", encoding="utf-8-sig")
-    assert set(tokenized(tmp_path / "marked.jsonl", obedient(tokenizer))[0]) == {0}
-
-
-@pytest.mark.parametrize("text", ["[1,", "[{}", "[{} {}]", '[{"a": 1}] 2', "[{},]"])
-def test_a_broken_json_array(text, tmp_path):
-    (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(DatasetError, match="not JSON"):
-        list(RowSource(str(tmp_path / "rows.json")))
-
-
-def test_text_is_cut_once_and_can_be_encoded():
-    for text in ("a" * 10**6, "\ud800" * 10**4, "ä" * 501, "x\udc00"):
-        short = shortened(text)
-        assert len(short) <= MOST_CHARACTERS and short.encode() and shortened(short) == short
-    assert shortened("a" * 500) == "a" * 500
-    assert len(shortened_names(["n" * 10**6] * 1000)) <= MOST_CHARACTERS

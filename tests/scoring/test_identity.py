@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.torch_engine import Sequence, load
 from reflogp.store import ReflogpError, describe_reference
@@ -61,6 +62,26 @@ def link_swapped(file: Path, content: bytes) -> None:
 
 
 KINDS = [renamed_over, in_place, link_swapped]
+
+
+def into_a_blob(file: Path) -> None:
+    """Make the file a link, as the Hub's client does."""
+    blob = file.parent.parent / "blobs" / file.name
+    blob.parent.mkdir()
+    file.rename(blob)
+    file.symlink_to(blob)
+
+
+class At:
+    """Changes a file at one moment."""
+
+    def __init__(self, moment: str, change) -> None:
+        self.left, self._change = [moment], change
+
+    def __call__(self, now: str) -> None:
+        if self.left == [now]:
+            self.left.clear()
+            self._change()
 
 
 # Files that decide what a model computes: how to make a checkpoint that has one, and the file's other content.
@@ -165,16 +186,8 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
     original, expected, content = checkpoints[name]
     folder = Path(shutil.copytree(original, tmp_path / "model"))
     if kind is link_swapped:
-        (tmp_path / "blobs").mkdir()
-        (folder / name).rename(tmp_path / "blobs" / name)
-        (folder / name).symlink_to(tmp_path / "blobs" / name)
-    left = [moment]
-
-    def at(now: str) -> None:
-        if left == [now]:
-            left.clear()
-            kind(folder / name, content)
-
+        into_a_blob(folder / name)
+    at = At(moment, lambda: kind(folder / name, content))
     model_class = load._model_class
 
     def with_moments(*arguments):
@@ -196,22 +209,13 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
     try:
         engine = EngineChoice(device="cpu", trust_remote_code=True).make(str(folder), reference)
     except ReflogpError as error:
-        assert moment != "after the load" and not left
+        assert moment != "after the load" and not at.left
         assert name in str(error) and "run again" in str(error)
         return
     at("after the load")
-    assert not left and moment != "before the load"
+    assert not at.left and moment != "before the load"
     [values] = engine.score([SEQUENCE])
     np.testing.assert_allclose(values, expected, atol=2e-4)
-
-
-def test_a_model_whose_folder_is_gone_goes_on_as_loaded(checkpoints, tmp_path):
-    original, expected, content = checkpoints["model.safetensors"]
-    folder = Path(shutil.copytree(original, tmp_path / "model"))
-    engine = EngineChoice(device="cpu").make(str(folder), describe_reference(str(folder), "float32"))
-    in_place(folder / "model.safetensors", content)
-    shutil.rmtree(folder)
-    np.testing.assert_allclose(engine.score([SEQUENCE])[0], expected, atol=2e-4)
 
 
 # Tokenizers
@@ -237,42 +241,25 @@ def ids(tokenizer) -> list[int]:
     return list(tokenizer.apply_chat_template(TEXT, tokenize=True, return_dict=True)["input_ids"])
 
 
-@pytest.fixture
-def model(reference_folder, tmp_path) -> Path:
-    folder = Path(shutil.copytree(reference_folder, tmp_path / "model"))
-    names = {file.name for file in folder.iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json"} <= names
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it is named", "between name and load", "while it is loaded", "after the load"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOKENIZER_FILES)
-def test_a_tokenizer_is_the_one_that_its_digest_names(model, name, kind, moment, monkeypatch):
-    from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
-
+def test_a_tokenizer_is_the_one_that_its_digest_names(reference_folder, tmp_path, name, kind, moment, monkeypatch):
+    model = Path(shutil.copytree(reference_folder, tmp_path / "model"))
     if name == "tokenizer_config.json":
         template = (model / "chat_template.jinja").read_text()
         (model / "chat_template.jinja").unlink()
         (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), "chat_template": template}))
     if kind is link_swapped:
-        (model.parent / "blobs").mkdir()
-        (model / name).rename(model.parent / "blobs" / name)
-        (model / name).symlink_to(model.parent / "blobs" / name)
+        into_a_blob(model / name)
     copies = {"old": shutil.copytree(model, model.with_name("old")), "new": shutil.copytree(model, model.with_name("new"))}
     content = TOKENIZER_FILES[name](model / name)
     (copies["new"] / name).unlink()
     (copies["new"] / name).write_bytes(content)
     named = {read_tokenizer_files(str(copy)).digest: ids(load_tokenizer(str(copy))) for copy in copies.values()}
     assert len({tuple(found) for found in named.values()}) == 2
-    left = [moment]
-
-    def at(now: str) -> None:
-        if left == [now]:
-            left.clear()
-            kind(model / name, content)
-
+    at = At(moment, lambda: kind(model / name, content))
     from_pretrained = AutoTokenizer.from_pretrained
 
     def with_moment(*arguments, **options):
@@ -291,5 +278,5 @@ def test_a_tokenizer_is_the_one_that_its_digest_names(model, name, kind, moment,
         assert ids(again.load()) == named[again.digest] and again.digest != found.digest
         return
     at("after the load")
-    assert not left
+    assert not at.left
     assert ids(tokenizer) == named[found.digest]

@@ -9,9 +9,8 @@ import re
 import shutil
 import struct
 import zlib
-from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ import torch
 from datasets import Dataset, IterableDataset, List
 from datasets import Image as ImageFeature
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from reflogp.scoring import TorchEngine, join, score
 from reflogp.scoring.data import tokenized as tokenized_module
@@ -29,17 +28,14 @@ from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
+from reflogp.scoring.errors import DatasetError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import attention, selfcheck
 from reflogp.scoring.torch_engine import engine as engine_module
 from reflogp.scoring.torch_engine import images as images_module
-from reflogp.scoring.torch_engine.forward import attention_of
-from reflogp.scoring.torch_engine.images import ImageFeatures, layout_of
-from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor, load_processor
-from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
+from tests.conftest import write_rows
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
 
 #: Of the folders of `family`: some processors cannot be loaded without torchvision.
@@ -127,29 +123,21 @@ def plain_forward(folder, data, dtype=torch.float32) -> list[np.ndarray]:
     return found
 
 
-def test_values_are_those_of_a_plain_forward(family):
-    expected = plain_forward(family, rows())
-    engine = TorchEngine(str(family), "float32", "cpu")
-    found = engine.score(engine_sequences(family, rows()))
-    assert engine.image_check.path == "packed" and engine.image_check.difference < 1e-5
-    assert far(found, expected) <= 1e-4
-    without = engine.score(engine_sequences(family, [{**row, "images": [picture(9)] * len(row["images"])} for row in rows()]))
-    for number, (one, other) in enumerate(zip(found, without, strict=True)):
-        assert (np.abs(one - other).max() > 1e-3) == bool(rows()[number // 2]["images"]), "the images are what is scored"
-
-
-def far(found, expected) -> float:
-    """The largest difference of two lists of values."""
-    return max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
-
-
-def test_values_of_padded_batches_are_those_of_a_plain_forward(family, monkeypatch):
-    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "of a layout that packs do not have"))
-    engine = TorchEngine(str(family), "float32", "cpu")
-    with pytest.warns(UserWarning, match="padded path.*of a layout that packs do not have"):
+@pytest.mark.parametrize("path", ["packed", "padded"])
+def test_values_are_those_of_a_plain_forward(family, path, monkeypatch):
+    if path == "padded":
+        monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "of a layout that packs do not have"))
+    expected, engine = plain_forward(family, rows()), TorchEngine(str(family), "float32", "cpu")
+    warned = pytest.warns(UserWarning, match="padded path.*of a layout that packs do not have")
+    with warned if path == "padded" else contextlib.nullcontext():
         found = engine.score(engine_sequences(family, rows()))
-    assert engine.image_check.path == "padded"
-    assert far(found, plain_forward(family, rows())) <= 1e-4
+    assert engine.image_check.path == path
+    assert far(found, expected) <= 1e-4
+    engine.token_budget = 40
+    assert far(engine.score(engine_sequences(family, rows())), expected) <= 1e-4, "whatever shares the pass"
+    others = engine.score(engine_sequences(family, [{**row, "images": [picture(9)] * len(row["images"])} for row in rows()]))
+    for number, (one, other) in enumerate(zip(found, others, strict=True)):
+        assert (np.abs(one - other).max() > 1e-3) == bool(rows()[number // 2]["images"]), "the images are what is scored"
 
 
 def test_the_class_that_saved_a_checkpoint_reads_its_images(tmp_path):
@@ -158,8 +146,44 @@ def test_the_class_that_saved_a_checkpoint_reads_its_images(tmp_path):
     expected = plain_forward(tmp_path, rows())
     with pytest.warns(UserWarning, match="Qwen3_5ForConditionalGeneration uses the padded path"):
         engine = TorchEngine(str(tmp_path), "float32", "cpu")
-    for values, plain in zip(engine.score(engine_sequences(tmp_path, rows())), expected, strict=True):
-        assert np.abs(values - plain).max() < 1e-4
+    assert far(engine.score(engine_sequences(tmp_path, rows())), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.filterwarnings("ignore:.*padded path")
+def test_sequences_of_two_processors_in_one_call_keep_their_own_pixels(path, tmp_path, monkeypatch):
+    if path == "padded":
+        monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    make("LLaVA", tmp_path)
+    sequences, expected = [], []
+    for mean in (0.5, 0.1):
+        PROCESSORS[tmp_path] = processor = AutoProcessor.from_pretrained(tmp_path)
+        processor.image_processor.image_mean = [mean] * 3
+        sequences += engine_sequences(tmp_path, rows())
+        expected += plain_forward(tmp_path, rows())
+    engine = TorchEngine(str(tmp_path), "float32", "cpu")
+    assert far(engine.score(sequences), expected) <= 1e-4
+    assert engine.image_check.path == path
+
+
+@pytest.mark.parametrize("budget", [10_000, 150])
+def test_the_vision_tower_runs_once_for_each_distinct_image(budget, family):
+    """Over several packs too, and a prompt is computed once for its completions."""
+    engine = TorchEngine(str(family), "float32", "cpu", token_budget=budget)
+    sequences = engine_sequences(family, rows())
+    engine.score(sequences)
+    assert budget < 10_000 or engine.token_counts().sharing_gain > 1.4
+    seen, base = [], engine._loaded.model.base_model
+    tower = next(part for name in ("vision_tower", "vision_model", "visual") if (part := getattr(base, name, None)) is not None)
+    tower.register_forward_pre_hook(lambda *args, **kwargs: seen.append(1), with_kwargs=True)
+    engine.score(sequences)
+    parts = {part.digests for sequence in sequences if sequence.images is not None for part in sequence.images.parts()}
+    assert len(seen) == len(parts)
+
+
+def far(found, expected) -> float:
+    """The largest difference of two lists of values."""
+    return max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
 
 
 def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
@@ -181,122 +205,6 @@ def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
     assert far(engine.score(sequences), expected) <= 1e-5
     assert engine.token_budget == 4096 and len(batches) > 2
     assert max(map(len, batches)) == len(PICTURES)
-
-
-@pytest.mark.parametrize("budget", [10_000, 150])
-def test_the_vision_tower_runs_once_for_each_distinct_image(budget, family):
-    """Over several packs too, and a prompt is computed once for its completions."""
-    engine = TorchEngine(str(family), "float32", "cpu", token_budget=budget)
-    sequences = engine_sequences(family, rows())
-    engine.score(sequences)
-    if budget == 10_000:
-        assert engine.token_counts().sharing_gain > 1.4
-    seen, base = [], engine._loaded.model.base_model
-    tower = next(part for name in ("vision_tower", "vision_model", "visual") if (part := getattr(base, name, None)) is not None)
-    handle = tower.register_forward_pre_hook(lambda *args, **kwargs: seen.append(1), with_kwargs=True)
-    engine.score(sequences)
-    handle.remove()
-    parts = {part.digests for sequence in sequences if sequence.images is not None for part in sequence.images.parts()}
-    assert len(seen) == len(parts)
-
-
-def test_features_beyond_the_limit_are_computed_again(llava):
-    engine = TorchEngine(llava, "float32", "cpu", token_budget=60)
-    sequences = engine_sequences(llava, rows())
-    expected = engine.score(sequences)
-    engine._features._limit = 0
-    assert far(engine.score(sequences), expected) <= 1e-5
-    engine._features._limit = 16 * 64 * 4  # one image
-    seen = [sequence for sequence in sequences if sequence.images is not None]
-    with engine._features.kept(), attention_of(engine._loaded.model, engine._own_attention):
-        for pack in packs(seen, 60):
-            engine._features.of_pack(pack, seen, False)
-            assert len(engine._features._kept) == 1 and engine._features._kept_bytes <= engine._features._limit
-    assert not engine._features._kept
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("Gemma 3", {"both_ways": False}),
-        ("Qwen2-VL", {"positions": None}),
-        ("Qwen2.5-VL", {"positions": None}),
-        ("Qwen3-VL", {"positions": None}),
-        ("Qwen3-VL", {"deep": ()}),
-    ],
-)
-def test_a_pack_without_what_its_family_needs_has_other_values(name, change, tmp_path, monkeypatch):
-    """So that the other tests would notice it."""
-    PROCESSORS[tmp_path] = make(name, tmp_path)
-    engine = TorchEngine(str(tmp_path), "float32", "cpu")
-    sequences = engine_sequences(tmp_path, rows()[:1])
-    expected = engine.score(sequences)
-    made = ImageFeatures.of_pack
-    monkeypatch.setattr(ImageFeatures, "of_pack", lambda *args: replace(made(*args), **change))
-    assert far(engine.score(sequences), expected) > 1e-3
-
-
-def test_values_do_not_depend_on_what_shares_the_pass(family):
-    engine = TorchEngine(str(family), "float32", "cpu")
-    sequences = engine_sequences(family, rows())
-    together = engine.score(sequences)
-    engine.token_budget = 40
-    apart = engine.score(sequences)
-    assert far(together, apart) <= 1e-4
-
-
-@pytest.mark.parametrize("path", ["packed", "padded"])
-def test_sequences_of_two_processors_in_one_call_keep_their_own_pixels(path, tmp_path, monkeypatch):
-    if path == "padded":
-        monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
-    make("LLaVA", tmp_path)
-    sequences, expected = [], []
-    for mean in (0.5, 0.1):
-        PROCESSORS[tmp_path] = processor = AutoProcessor.from_pretrained(tmp_path)
-        processor.image_processor.image_mean = [mean] * 3
-        sequences += engine_sequences(tmp_path, rows())
-        expected += plain_forward(tmp_path, rows())
-    engine = TorchEngine(str(tmp_path), "float32", "cpu")
-    with contextlib.nullcontext() if path == "packed" else pytest.warns(UserWarning, match="padded path"):
-        found = engine.score(sequences)
-    assert engine.image_check.path == path
-    assert far(found, expected) <= 1e-4
-
-
-def a_layout(**changes):
-    """What layout_of says about one image of 4 tokens between two tokens of text on each side."""
-    ids = [1, 2, *(FIRST_IMAGE_ID + n for n in range(4)), 3, 4]
-    sequence = Sequence(ids[:7], ids[7:])
-    given = {"inputs_embeds": torch.zeros(1, 8, 2), "attention_mask": None, **changes}
-    return layout_of(SimpleNamespace(sliding_window=3), sequence, given, torch.arange(8)[None])
-
-
-def test_the_layout_of_a_decoder_is_recognized_and_others_are_refused():
-    causal = torch.ones(8, 8, dtype=torch.bool).tril()
-    image = causal.clone()
-    image[2:6, 2:6] = True
-    near = torch.arange(8)[None] > torch.arange(8)[:, None] - 3
-    prefix = causal.clone()
-    prefix[:7, :7] = True
-    as_numbers = torch.zeros(8, 8).masked_fill(~image, torch.finfo(torch.float32).min)
-    assert a_layout() == a_layout(position_ids=torch.arange(8)[None]) == (False, None)
-    assert a_layout(attention_mask=causal[None, None]) == (False, None)
-    for mask in (image, as_numbers):
-        assert a_layout(attention_mask=mask[None, None]) == (True, None)
-    both = {"full_attention": image[None, None], "sliding_attention": (image & near)[None, None]}
-    assert a_layout(attention_mask=both) == (True, None)
-    for masks in (
-        prefix[None, None],
-        {**both, "sliding_attention": image[None, None]},
-        {**both, "full_attention": None},
-        {**both, "chunked_attention": image[None, None]},
-        torch.ones(1, 8),
-    ):
-        assert "attention mask differs from a pack" in a_layout(attention_mask=masks)[1]
-    assert "positions" in a_layout(position_ids=torch.arange(8)[None] // 2)[1]
-    assert "positions" in a_layout(position_ids=torch.arange(8).expand(3, 1, 8))[1]
-    lacking = a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1]
-    assert lacking == "the model's decoder takes inputs that a pack cannot provide: per_layer_inputs"
 
 
 def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):
@@ -323,27 +231,27 @@ def keys_of(folder, data) -> list[bytes]:
     return sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).to_pylist()
 
 
-def test_an_image_that_datasets_converts_is_taken_as_it_gives_it(llava):
-    gray = encoded(PICTURES[0].convert("L"), "PNG")
-    data = Dataset.from_list([pair("what?", [{"bytes": gray, "path": None}])])
-    converted = data.cast_column("images", List(ImageFeature(mode="RGB")))
-    as_rgb = keys_of(llava, [pair("what?", [PICTURES[0].convert("L").convert("RGB")])])
-    assert keys_of(llava, converted) == as_rgb != keys_of(llava, data.cast_column("images", List(ImageFeature())))
+def of_two_frames() -> bytes:
+    sink = io.BytesIO()
+    PICTURES[0].save(sink, "PNG", save_all=True, append_images=[picture(9)])
+    return sink.getvalue()
 
 
-def test_an_image_of_a_mode_that_the_processor_does_not_take_is_a_bad_row(tmp_path):
-    processor = make("LLaVA", tmp_path / "model")
-    processor.image_processor.do_convert_rgb = False
-    PROCESSORS[tmp_path / "model"] = processor
-    data = [pair("what?", [PICTURES[0]]), pair("what?", [PICTURES[0].convert("L")])]
-    [window] = tokenized(tmp_path / "model", open_dataset(data))
-    assert window.table["row"].to_pylist() == [0] and "the processor fails for this row" in window.problems[1]
+def turned() -> bytes:
+    """A file that says that its image is shown turned by 90 degrees clockwise."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(PICTURES[0].transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif)
 
 
 def test_a_key_is_of_pixels_and_not_of_files(llava):
-    image = PICTURES[0]
-    forms = [image, encoded(image, "PNG"), encoded(image, "BMP"), encoded(image, "WEBP", lossless=True), encoded(image, "TIFF")]
+    forms = [PICTURES[0], *(encoded(PICTURES[0], form) for form in ("PNG", "BMP", "TIFF")), of_two_frames(), turned()]
+    forms.append(encoded(PICTURES[0], "WEBP", lossless=True))
     assert len(set(keys_of(llava, [pair("what?", [form]) for form in forms]))) == 1
+    gray = PICTURES[0].convert("L")
+    data = Dataset.from_list([pair("what?", [{"bytes": encoded(gray, "PNG"), "path": None}])])
+    as_rgb, as_it_is = (data.cast_column("images", List(ImageFeature(mode=mode))) for mode in ("RGB", None))
+    assert keys_of(llava, as_rgb) == keys_of(llava, [pair("what?", [gray.convert("RGB")])]) != keys_of(llava, as_it_is)
 
 
 def test_one_pixel_another_order_and_other_settings_are_other_keys(llava, tmp_path):
@@ -352,28 +260,12 @@ def test_one_pixel_another_order_and_other_settings_are_other_keys(llava, tmp_pa
     images = [[PICTURES[0]], [other], [PICTURES[0], PICTURES[1]], [PICTURES[1], PICTURES[0]], [PICTURES[0].convert("L")], []]
     keys = keys_of(llava, [pair("what?", entry) for entry in images])
     assert len(set(keys)) == len(images)
+    changed = Path(shutil.copytree(llava, tmp_path / "changed"))
     processor = AutoProcessor.from_pretrained(llava)
-    before = settings_digest(processor.image_processor)
     processor.image_processor.image_mean = [0.4, 0.4, 0.4]
-    assert settings_digest(processor.image_processor) != before
-    changed = tmp_path / "changed"
-    make("LLaVA", changed)
     processor.save_pretrained(changed)
     assert not set(keys_of(changed, [pair("what?", entry) for entry in images[:-1]])) & set(keys)
     assert keys_of(changed, [pair("what?", [])]) == keys[-1:], "text depends on no image processor"
-
-
-def test_an_orientation_in_the_file_turns_the_image(llava):
-    turned = PICTURES[1].transpose(Image.Transpose.ROTATE_270)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by 90 degrees clockwise
-    assert len(set(keys_of(llava, [pair("?", [encoded(PICTURES[1], "PNG", exif=exif)]), pair("?", [turned])]))) == 1
-
-
-def test_image_ids_are_above_every_vocabulary():
-    ids = image_ids(bytes(16), bytes(16), 1000)
-    assert ids.min() >= FIRST_IMAGE_ID and ids.max() < 2**32 and len(set(ids.tolist())) == 1000
-    assert pixel_digest(PICTURES[0]) != pixel_digest(PICTURES[1])
 
 
 # Forms of data
@@ -430,42 +322,25 @@ def test_images_may_begin_after_the_first_window(first, form, llava, tmp_path, m
     given = [{name: value for name, value in row.items() if name != "images" or value} for row in wanted]
     if first != "absent":
         given = [{"images" if first == "null" else "image": None, **row} for row in given]
-    if form == "a path":
-        for name, rows_ in (("wanted", wanted), ("given", given)):
-            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
-    expected, found = (
-        list(tokenized(llava, open_dataset(str(tmp_path / f"{name}.jsonl") if form == "a path" else rows_)))
-        for name, rows_ in (("wanted", wanted), ("given", given))
+    found, expected = (
+        list(tokenized(llava, open_dataset(str(write_rows(tmp_path / "rows.jsonl", some)) if form == "a path" else some)))
+        for some in (given, wanted)
     )
     assert len(found) == 4 and not any(window.problems for window in found)
     assert [window.table for window in found] == [window.table for window in expected]
-    some = list(tokenized(llava, open_dataset(given).only([1, 2])))
-    assert [window.table["prompt_ids"].to_pylist() for window in some] == [expected[0].table["prompt_ids"].to_pylist()[1:3]]
 
 
-def test_files_of_which_only_the_last_has_the_column(llava, tmp_path, monkeypatch):
+def test_columns_of_images_that_begin_too_late_are_refused_by_name(llava, tmp_path, monkeypatch):
+    """In the last file alone, and in a stream."""
     monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
-    without = [{name: value for name, value in pair(f"what is {n}?", []).items() if name != "images"} for n in range(6)]
-    pq.write_table(pa.Table.from_pylist(without), tmp_path / "0.parquet")
-    pq.write_table(pa.Table.from_pylist([pair("what?", [encoded(PICTURES[0], "PNG")])]), tmp_path / "1.parquet")
+    row = {name: value for name, value in pair("what?", []).items() if name != "images"}
+    late = {**row, "images": [encoded(PICTURES[0], "PNG")]}
+    for number, some in enumerate(([row] * 6, [late])):
+        pq.write_table(pa.Table.from_pylist(some), tmp_path / f"{number}.parquet")
     says = "1.parquet cannot be read as parquet from row 6 on: the columns are .*images.*, but those of the first rows are"
     with pytest.raises(DatasetError, match=says):
         list(tokenized(llava, RowSource(str(tmp_path))))
-
-
-def test_a_stream_whose_images_begin_late_is_refused_by_name(llava, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
-    row = {name: value for name, value in pair("what?", []).items() if name != "images"}
-
-    def stream(late):
-        def rows_():
-            yield from [row] * 5
-            yield from [{**row, "images": [encoded(PICTURES[0], "PNG")]}] * late
-
-        return IterableDataset.from_generator(rows_)
-
-    assert [len(window.table) for window in tokenized(llava, open_dataset(stream(0)))] == [4, 1]
-    windows = iter(tokenized(llava, open_dataset(stream(1))))
+    windows = iter(tokenized(llava, open_dataset(IterableDataset.from_generator(lambda: iter([*[row] * 5, late])))))
     assert len(next(windows).table) == 4
     with pytest.raises(DatasetError, match="row 5 is the first row of the stream with a column of images"):
         next(windows)
@@ -480,24 +355,6 @@ def test_a_dataset_of_text_needs_no_image_processor_that_loads(llava, tmp_path, 
     monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=1))
     with pytest.raises(TokenizerError, match="image processor cannot be loaded"):
         list(tokenized(tmp_path / "model", open_dataset([text, pair("what?", [encoded(PICTURES[0], "PNG")])])))
-
-
-def test_a_joined_file_keeps_the_images(llava, tmp_path):
-    from typer.testing import CliRunner
-
-    from reflogp.cli.main import app
-
-    png = encoded(PICTURES[0], "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(png).decode()
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({**pair("what?", []), "images": [uri]}) + "\n" for _ in range(3)))
-    runner = CliRunner()
-    common = [llava, str(data), "--store", str(tmp_path / "store"), "--dtype", "float32"]
-    assert runner.invoke(app, ["score", *common]).exit_code == 0
-    done = runner.invoke(app, ["join", *common, "-o", str(tmp_path / "out.parquet")])
-    assert done.exit_code == 0, done.output
-    table = pq.read_table(tmp_path / "out.parquet")
-    assert table["images"].to_pylist() == [[uri]] * 3 and table["ref_chosen_logps"].null_count == 0
 
 
 def test_a_report_shows_small_copies_without_metadata(llava, tmp_path):
@@ -592,36 +449,34 @@ def test_a_length_that_cuts_an_image_is_a_bad_row_and_text_rows_go_on(llava, tmp
     assert "max_length cuts" in problem
 
 
-def test_a_model_of_text_refuses_rows_with_images_by_name(tokenizer, tmp_path):
-    from tests.conftest import save_llama
-
-    folder = save_llama(tmp_path / "text", tokenizer, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-    data = [{**pair("?", []), "images": None}, pair("?", [encoded(PICTURES[0], "PNG")])]
-    summary = score(str(folder), data, tmp_path / "store", dtype="float32", progress=False)
-    assert summary.bad_row_numbers == [1] and summary.scored == 2
-
-
-def test_pairs_for_kto_and_token_rows_with_images_are_refused(llava, tmp_path):
+def test_rows_that_no_processor_or_model_takes_are_refused_by_name(llava, reference_folder, tmp_path):
     png = encoded(PICTURES[0], "PNG")
     kto = [{"prompt": "a", "completion": "b", "label": True, "images": [png]}]
     tokens = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], "images": [png]}]
     for data in (kto, tokens):
         [window] = tokenized(llava, open_dataset(data))
         assert "more than text" in window.problems[0]
+    PROCESSORS[tmp_path / "rgb"] = processor = make("LLaVA", tmp_path / "rgb")
+    processor.image_processor.do_convert_rgb = False
+    [window] = tokenized(tmp_path / "rgb", open_dataset([pair("?", [PICTURES[0]]), pair("?", [PICTURES[0].convert("L")])]))
+    assert window.table["row"].to_pylist() == [0] and "the processor fails for this row" in window.problems[1]
+    data = [{**pair("?", []), "images": None}, pair("?", [png])]
+    summary = score(str(reference_folder), data, tmp_path / "store", dtype="float32", progress=False)
+    assert summary.bad_row_numbers == [1] and summary.scored == 2
 
 
-def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(family, tmp_path):
+def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(llava, tmp_path):
     """In the first pass, which is checked, and in later ones; removed files too."""
     names = [tmp_path / f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
         name.write_bytes(encoded(picture(number), "PNG"))
     data = [pair(f"what is {number}?", [str(name)]) for number, name in enumerate(names)]
-    sequences = engine_sequences(family, data)
-    engine = TorchEngine(str(family), "float32", "cpu")
+    sequences = engine_sequences(llava, data)
+    engine = TorchEngine(llava, "float32", "cpu")
     expected = engine.score(sequences)
     names[1].write_bytes(encoded(PICTURES[1], "PNG"))
     names[3].unlink()
-    for scorer in (TorchEngine(str(family), "float32", "cpu"), engine):
+    for scorer in (TorchEngine(llava, "float32", "cpu"), engine):
         with pytest.raises(InvalidSequencesError) as raised:
             scorer.score(sequences)
         assert set(raised.value.problems) == {2, 3, 6, 7}
@@ -630,68 +485,10 @@ def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(family, tmp
             assert np.abs(raised.value.results[at] - expected[at]).max() <= 1e-4
 
 
-def test_relative_paths_start_at_the_datasets_folder(llava, tmp_path, monkeypatch):
-    monkeypatch.chdir("/")
-    (tmp_path / "a.png").write_bytes(encoded(PICTURES[0], "PNG"))
-    (tmp_path / "rows.jsonl").write_text(json.dumps(pair("what?", ["a.png"])) + "\n")
-    [window] = tokenized(llava, RowSource(str(tmp_path / "rows.jsonl")))
-    assert not window.problems and window.images[0][0].load().size == PICTURES[0].size
-
-
-def test_a_processor_without_images_and_a_config_without_an_image_token(llava):
-    processor = AutoProcessor.from_pretrained(llava)
-    assert VisionProcessor.of(processor.tokenizer, AutoConfig.from_pretrained(llava)) is None
-    assert VisionProcessor.of(processor, LlamaConfig()) is None
-
-
 def test_a_tokenizer_without_a_model_has_no_processor(llava, tmp_path):
     """The folder of a remote engine whose weights are elsewhere."""
     load_tokenizer(llava).save_pretrained(tmp_path)
     assert load_processor(str(tmp_path), str(tmp_path)) is None
-
-
-def test_decoding_keeps_the_first_frame(llava):
-    frames = [picture(1), picture(2)]
-    sink = io.BytesIO()
-    frames[0].save(sink, "PNG", save_all=True, append_images=frames[1:])
-    assert len(set(keys_of(llava, [pair("?", [sink.getvalue()]), pair("?", [frames[0]])]))) == 1
-
-
-# Memory and errors in a pass
-
-
-@pytest.mark.parametrize("of_check", [False, True])
-def test_memory_that_runs_out_with_images(of_check, llava, monkeypatch):
-    expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
-    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
-
-    def limited(original):
-        def call(*args, **kwargs):
-            if len(args[2]) > (150 if hasattr(args[2], "branches") else 2):
-                raise torch.OutOfMemoryError("no more memory")
-            return original(*args, **kwargs)
-
-        return call
-
-    for module in [engine_module, selfcheck] if of_check else [engine_module]:
-        monkeypatch.setattr(module, "forward_pack", limited(module.forward_pack))
-    found = engine.score(engine_sequences(llava, rows()))
-    assert engine.token_budget < 4096
-    assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) <= 1e-4
-
-
-def test_an_error_of_a_processor_in_a_pass_is_an_engine_error(llava):
-    sequences = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
-
-    class Broken:
-        digest, size, held = bytes(16), 1, 0
-
-        def load(self):
-            raise ValueError("the file is gone")
-
-    broken_images = [replace(sequence, images=replace(sequence.images, pictures=(Broken(),))) for sequence in sequences]
-    with pytest.raises(EngineError, match="the file is gone"):
-        TorchEngine(llava, "float32", "cpu").score(broken_images)
 
 
 def test_an_adapter_of_a_vision_model_is_a_reference(llava, tmp_path):

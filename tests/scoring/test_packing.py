@@ -1,17 +1,11 @@
 """Properties of packs, on sequences that share beginnings in every way."""
 
-import gzip
-import json
-
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflogp.scoring.torch_engine.packing import image_ends, packs
+from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.images import FIRST_IMAGE_ID
-from tests.conftest import PAIRS, wider_data
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # a small alphabet makes common beginnings common
 
@@ -87,35 +81,6 @@ def test_equal_sequences_are_computed_once():
     assert len(pack.predicted) == 3
 
 
-def test_no_sequences_no_packs():
-    assert list(packs([], 100)) == []
-
-
-def test_the_largest_come_first():
-    sizes = [len(pack.branches[0].path) for pack in packs([Sequence([i], [0] * (10 + 7 * i)) for i in range(40)], 300)]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", wider_data(), ids=lambda path: path.name.split(".")[0])
-def test_packs_of_real_data_are_nearly_full_and_share_prompts(file, tokenizer):
-    from reflogp.scoring.data.encode import tokenize_examples
-    from reflogp.scoring.data.shape import examples_of
-
-    text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    rows = [json.loads(line) for line in text.splitlines()[:600]]
-    examples = [e for row in rows for e in examples_of(row, "preference" if "chosen" in row else "kto")]
-    sequences = [Sequence(p, c) for p, cs in tokenize_examples(examples, tokenizer) for c in cs]
-    budget = 8192
-    sizes = [len(pack) for pack in packs(sequences, budget)]
-    whole = sum(map(len, sequences))
-    assert sum(sizes) <= whole
-    if file == PAIRS:
-        assert sum(sizes) < 0.55 * whole, "two in three of these pairs share their prompt with another"
-    full = [min(size, budget) for size in sizes[:-1]]
-    assert not full or np.mean(full) / budget > 0.95
-
-
 def test_an_image_is_never_divided():
     """Images that follow each other may attend to each other, so they are computed together."""
     first, second, third = (list(range(FIRST_IMAGE_ID + 100 * n, FIRST_IMAGE_ID + 100 * n + 30)) for n in range(3))
@@ -135,11 +100,3 @@ def test_an_image_is_never_divided():
         assert not (branch.shared and ids[branch.shared - 1] and ids[branch.shared])
     shared = {branch.sequence: branch.shared for branch in pack.branches}
     assert sorted(shared.values()) == [0, 20, 20, 20, 51, 80]
-
-
-def test_where_the_images_of_tokens_end():
-    ids = np.array([5, *range(FIRST_IMAGE_ID, FIRST_IMAGE_ID + 3), 7, FIRST_IMAGE_ID, 8])
-    assert image_ends(ids, both_ways=False).tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert image_ends(ids, both_ways=True).tolist() == [1, 4, 4, 4, 5, 6, 7]
-    assert image_ends(ids[1:4], both_ways=True).tolist() == [3, 3, 3]
-    assert image_ends(ids[:0], both_ways=True).tolist() == []

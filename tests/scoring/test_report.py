@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,6 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.reports.outliers import robust_z_by_length
-from reflogp.scoring.reports.shown import token_texts, visible
 from reflogp.scoring.reports.sketches import NEAR, RUN_TOKENS, Sketches, shared_starts, similarities, similarity
 from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
 from reflogp.store import Store, describe_reference, sequence_keys
@@ -260,14 +258,16 @@ def test_short_completions_do_not_hide_long_ones():
     assert (robust_z_by_length(means[:3], tokens[:3]) < 3.5).all()
 
 
-# What has no values
+# What has no values, and formats
 
 
 @pytest.mark.slow
 def test_misses_and_bad_rows_are_counted_and_the_command_scores_them(run, report, reflogp, pairs_file, pair_rows, tmp_path):
+    code, _, err = run("report", pairs_file, "-o", tmp_path / "report")
+    assert code == USAGE and "no store" in err
     assert run("score", pairs_file)[0] == DONE
     rows = [*pair_rows[:41], *pair_rows[200:203]]
-    rows.insert(2, {**pair_rows[5], "chosen": None})
+    rows[2:2] = [{**pair_rows[5], "chosen": None}]
     data = write_rows(tmp_path / "more.jsonl", rows)
     with data.open("a") as file:
         file.write('{"prompt": \n')
@@ -285,37 +285,12 @@ def test_misses_and_bad_rows_are_counted_and_the_command_scores_them(run, report
     assert (code, summary["missing"], summary["bad_rows"]) == (MISSES, 0, 2)
 
 
-def test_nothing_of_the_dataset_is_scored(run, report, reflogp, pairs_file, pair_rows, tmp_path):
-    code, _, err = run("report", pairs_file, "-o", tmp_path / "report")
-    assert code == USAGE and "no store" in err
-    run("score", write_rows(tmp_path / "one.jsonl", pair_rows[250:251]))
-    code, summary, page = report(pairs_file)
-    assert (code, summary["with_values"], summary["missing"], summary["accuracy"]) == (MISSES, 0, 40, None)
-    assert 'id="truncation"' in page and 'id="logps-title"' not in page
-    assert "40 of 40 rows (100%) have no values in this snapshot" in page
-
-
-def test_an_empty_dataset_and_one_without_a_usable_row(run, pairs_file, tmp_path):
-    run("score", pairs_file)
-    (tmp_path / "empty.jsonl").write_text("")
-    bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": None, "rejected": "b"}])
-    for data, says in ((tmp_path / "empty.jsonl", "no readable row"), (bad, "no row that can be used")):
-        code, _, err = run("report", data, "-o", tmp_path / "report")
-        assert code == USAGE and says in err
-    assert not (tmp_path / "report").exists()
-
-
-def test_an_empty_completion_is_a_bad_row_and_an_empty_prompt_is_named(report, stored, tmp_path):
+def test_without_any_value_the_truncation_is_shown(report, stored, tmp_path):
     rows = random_pairs(6)
-    stored(rows)
-    rows[1]["rejected_ids"] = []
-    rows[2]["prompt_ids"] = []
-    code, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
-    assert (code, summary["bad_row_numbers"], summary["missing_row_numbers"]) == (MISSES, [1], [2])
-    assert "a completion is empty" in page and "an empty prompt" in page
-
-
-# Formats
+    stored(random_pairs(1, seed=1))
+    code, summary, page = report(write_rows(tmp_path / "d.jsonl", [*rows, {**rows[1], "rejected_ids": []}]))
+    assert (code, summary["with_values"], summary["accuracy"], summary["bad_row_numbers"]) == (MISSES, 0, None, [6])
+    assert 'id="truncation"' in page and 'id="logps-title"' not in page and "a completion is empty" in page
 
 
 def test_kto_rows_by_label(report, stored, tmp_path):
@@ -338,49 +313,15 @@ def test_kto_rows_by_label(report, stored, tmp_path):
     assert 'id="margins-title"' not in page and ">undesirable</span>" in page
 
 
-def test_pairs_as_kto_rows(run, report, pairs_file):
+def test_pairs_as_kto_rows_are_two_rows(run, report, pairs_file, tmp_path):
     assert run("score", pairs_file, "--format", "kto")[0] == DONE
     code, summary, _ = report(pairs_file, "--format", "kto")
     assert (code, summary["rows"], summary["examples"], summary["with_values"]) == (DONE, 40, 80, 80)
-    assert "Desirable completions: 40. Undesirable completions: 40." in " ".join(
-        finding["text"] for finding in summary["findings"]
-    )
-
-
-def test_pairs_that_are_joined_as_kto_rows_count_as_two(run, pairs_file, tmp_path):
-    assert run("score", pairs_file, "--format", "kto")[0] == DONE
+    said = " ".join(finding["text"] for finding in summary["findings"])
+    assert "Desirable completions: 40. Undesirable completions: 40." in said
     code, out, _ = run("join", pairs_file, "--format", "kto", "-o", tmp_path / "kto.parquet", "--json")
     summary = json.loads(out.splitlines()[-1])
     assert (code, summary["rows"], summary["written"], summary["coverage"]) == (DONE, 80, 80, 1.0)
-
-
-def test_real_kto_text(run, report, tmp_path, pair_rows):
-    rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in pair_rows[:8] for side in r][:24]
-    rows = [row for row in rows if row["completion"] is not row["prompt"]]
-    data = write_rows(tmp_path / "kto.jsonl", rows)
-    assert run("score", data)[0] == DONE
-    code, summary, _ = report(data)
-    assert (code, summary["with_values"]) == (DONE, len(rows))
-
-
-# Text that is shown
-
-
-def test_every_token_is_visible_and_in_its_place(tokenizer):
-    text = "a\u202eb\u200b\t\u00a0x   y 漢字 🙂\n<|eos|>é"
-    ids = tokenizer(text)["input_ids"]
-    texts = token_texts(ids, tokenizer)
-    assert sum(text.tokens for text in texts) == len(ids)
-    joined = "".join(text.text for text in texts)
-    assert "⟨U+202E⟩" in joined and "⟨U+200B⟩" in joined and "⇥" in joined and "⟨U+00A0⟩" in joined
-    assert "漢字" in joined and "🙂" in joined and "↵" in joined and "é" in joined
-    assert [text.special for text in texts if text.text == "<|eos|>"] == [True]
-    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b\x00-\x08]", joined)
-    assert visible("   ") == "···"
-    assert [(text.text, text.special) for text in token_texts([7, 2**31 - 1, 999_999], tokenizer)][1:] == [
-        ("⟨id 2147483647⟩", True),
-        ("⟨id 999999⟩", True),
-    ]
 
 
 @pytest.fixture
@@ -391,7 +332,7 @@ def hostile(report, stored, reference_folder, tokenizer, tmp_path):
     own = load_tokenizer(str(folder))
     own.add_tokens(["W" * 3000, f"</style>{SCRIPT}", "<a href='http://evil.example/'>", "</i></div></details>"])
     own.save_pretrained(folder)
-    marked = [f"{SCRIPT}{IMAGE}</style>{SCRIPT}", "\u202eright to left\u2066", "W" * 3000, "\ufdfa" * 40, "\x00\x1b[31m"]
+    marked = [f"{SCRIPT}{IMAGE}</style>{SCRIPT}", "\u202eright to left\u2066", "W" * 3000, "\ufdfa" * 40, "\x00\x1b[31m\t"]
     marked += ["<svg onload=alert(3)>", "{{7*7}}{% raw %}", "x" * 4000, "e" + "\u0301" * 300, "]]><!--", "مرحبا بالعالم"]
     texts = [own("\n".join(marked[at::4]), add_special_tokens=False)["input_ids"] for at in range(4)]
     rows = random_pairs(60)
@@ -409,9 +350,12 @@ def hostile(report, stored, reference_folder, tokenizer, tmp_path):
     return tmp_path / "report" / "index.html", page
 
 
-def harmless(browser, file, scheme, width):
-    """Open everything that the page has, and look for what a dataset could have done."""
-    with opened(browser, color_scheme=scheme, viewport={"width": width, "height": 740}, has_touch=width < 400) as page:
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 360), ("light", 1200)])
+def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, hostile, scheme, width):  # noqa: F811
+    """Everything that the page has is opened, and what a dataset could have done is looked for."""
+    file, source = hostile
+    with opened(chromium, color_scheme=scheme, viewport={"width": width, "height": 740}, has_touch=width < 400) as page:
         asked = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(file.as_uri())
@@ -421,80 +365,37 @@ def harmless(browser, file, scheme, width):
         assert page.locator(made).count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         text = page.locator("main").inner_text()
-        for mark in (SCRIPT, IMAGE, "⟨U+202E⟩", "⟨U+001B⟩", "⟨id 999999⟩", "{{7*7}}", "مرحبا", "</style>"):
-            assert mark in text, mark
-        assert not re.search("[\u202a-\u202e\u2066-\u2069]", text)
-        assert page.evaluate(CONTRAST) >= 4.5
-
-
-@pytest.mark.slow
-def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, hostile):  # noqa: F811
-    file, page = hostile
-    for scheme, width in (("dark", 360), ("light", 360), ("light", 1200)):
-        harmless(chromium, file, scheme, width)
-    assert page.count("<style>") == page.count("</style>") == 1 and "<script" not in page
-    assert not re.search(r"\b(src|href|srcset|style|on[a-z]+)=", re.sub(r">[^<]*<", "><", page))
-    assert "url(" not in page and "@import" not in page
-    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    for mark in (SCRIPT, IMAGE, "⟨U+202E⟩", "⟨U+001B⟩", "⇥", "↵", "⟨id 999999⟩", "{{7*7}}", "مرحبا", "</style>"):
+        assert mark in text, mark
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", text)
+    assert source.count("<style>") == source.count("</style>") == 1 and "<script" not in source
+    assert not re.search(r"\b(src|href|srcset|style|on[a-z]+)=", re.sub(r">[^<]*<", "><", source))
+    assert "url(" not in source and "@import" not in source
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', source)
     assert policy.startswith("default-src &#39;none&#39;; style-src &#39;sha256-") and "unsafe" not in policy
     assert [name.name for name in file.parent.iterdir()] == ["index.html"]
 
 
-#: The least contrast of a token's text on its own background, in a page.
-CONTRAST = """() => {
-  const parts = colour => colour.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
-  const under = element => {
-    const colour = parts(getComputedStyle(element).backgroundColor);
-    return colour.length < 4 || colour[3] > 0 ? colour : under(element.parentElement);
-  };
-  return Math.min(...[...document.querySelectorAll('.tokens i, .legend i')].map(element => {
-    const [a, b] = [light(parts(getComputedStyle(element).color)), light(under(element))].sort((x, y) => y - x);
-    return (a + .05) / (b + .05);
-  }));
-}"""
-
-
-# The folder
+# The folder, and the cost
 
 
 @pytest.mark.slow
 def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
-    rows = random_pairs(12)
+    rows, folder = random_pairs(12), tmp_path / "report"
     data = write_rows(tmp_path / "d.jsonl", rows)
     stored(rows)
-    report(data)
-    kto = write_rows(
-        tmp_path / "k.jsonl", [{"prompt_ids": r["prompt_ids"], "completion_ids": r["chosen_ids"], "label": True} for r in rows]
-    )
-    report(kto)
-    assert [file.name for file in (tmp_path / "report").iterdir()] == ["index.html"]
-    (tmp_path / "report" / "notes.txt").write_text("mine")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()}
-    code, _, err = run("report", data, "-o", tmp_path / "report")
-    assert code == USAGE and "notes.txt" in err
-    assert {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()} == before
+    for _ in range(2):
+        report(data)
     other = tmp_path / "site"
     other.mkdir()
+    (folder / "notes.txt").write_text("mine")
     (other / "index.html").write_text("<p>mine")
-    for folder, says in ((other, "index.html"), (data, "is not a folder")):
-        code, _, err = run("report", data, "-o", folder)
+    before = {file: file.read_bytes() for place in (folder, other) for file in place.iterdir()}
+    for place, says in ((folder, "notes.txt"), (other, "index.html"), (data, "is not a folder")):
+        code, _, err = run("report", data, "-o", place)
         assert code == USAGE and says in err
-    assert (other / "index.html").read_text() == "<p>mine"
+    assert {file: file.read_bytes() for place in (folder, other) for file in place.iterdir()} == before
 
-
-def test_bad_usage(run, pairs_file, stored, tmp_path):
-    stored(random_pairs(2))
-    for options, says in ((["--format", "sft"], "--format"), (["--truncation-mode", "middle"], "keep_start")):
-        code, _, err = run("report", pairs_file, "-o", tmp_path / "r", *options)
-        assert code == USAGE and says in err
-    code, _, err = run("report", pairs_file, "-o", tmp_path / "r", "--snapshot", 99)
-    assert code == FAILED and "no snapshot 99" in err
-    assert not (tmp_path / "r").exists()
-
-
-# Cost
 
 #: Reports on each file; says how many megabytes the process has taken at most, so far.
 MEASURE = """
@@ -522,14 +423,3 @@ def test_memory_grows_by_a_few_hundred_bytes_a_row(reference_folder, stored, tmp
     assert ran.returncode == DONE, ran.stderr
     few, many = map(int, ran.stderr.split())
     assert many - few < 40, (few, many)  # 256 bytes of sketch a row and some buffers; the rows as Python lists take 60
-
-
-def test_shown_rows_are_few_whatever_the_dataset(report, stored, tmp_path):
-    rows = random_pairs(300)
-    for at in range(100, 300):
-        rows[at] = {**rows[at % 100], "chosen_ids": [*rows[at % 100]["chosen_ids"][:-1], at]}
-    stored(rows)
-    _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
-    assert summary["near_duplicates"] > 100
-    assert Counter(re.findall('<details class="example">', page)).total() <= 24
-    assert len(page) < 1_500_000

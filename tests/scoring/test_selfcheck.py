@@ -13,7 +13,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, selfcheck
 from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.load import in_memory
-from tests.conftest import plain_token_logps
+from tests.conftest import largest_error, plain_token_logps
 from tools.families import VOCAB, build
 from tools.fidelity import rms, some_pairs
 
@@ -26,59 +26,56 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
 
-def llama(cls=tf.LlamaForCausalLM, boost: float = 1.0, **changes):
+def llama(cls=tf.LlamaForCausalLM):
     torch.manual_seed(0)
-    model = cls(tf.LlamaConfig(**{**SIZES, **changes})).eval()
-    model.model.norm.weight.data *= boost
-    return model
+    return cls(tf.LlamaConfig(**SIZES)).eval()
 
 
-def first_kernel(monkeypatch, compute):
-    """Put a kernel before `by_branch` that computes what `compute(layout, call)` returns."""
-    compute.__name__ = "first"
-    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(compute, lambda: True, lambda call: None),))
+def mistral(window: int):
+    torch.manual_seed(0)
+    return tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=window)).eval()
 
 
 def checked(model) -> selfcheck.SelfCheck:
     return TorchEngine(in_memory(model), compile_layers=False).self_check
 
 
-def test_a_kernel_that_agrees_is_used(monkeypatch):
-    first_kernel(monkeypatch, lambda layout, call: attention.by_branch(layout, call))
-    assert checked(llama()).kernels == ["first"]
+def forgets_early_keys(layout, call):
+    return attention.by_branch(layout, call if len(layout._pack) <= 600 else dataclasses.replace(call, window=600))
 
 
-def test_a_kernel_that_is_wrong_only_beyond_600_keys_is_refused(monkeypatch):
-    def forgets_early_keys(layout, call):
-        if len(layout._pack) <= 600:
-            return attention.by_branch(layout, call)
-        return attention.by_branch(layout, dataclasses.replace(call, window=600))
-
-    first_kernel(monkeypatch, forgets_early_keys)
-    check = checked(llama())
-    assert check.kernels == ["by_branch"] and "first" in check.rejected
+def wrong_in_one_block(layout, call):
+    return attention.by_branch(layout, call) * (1.0 if len(layout._pack) > 128 else 0.9)
 
 
-def test_a_kernel_that_is_wrong_only_in_packs_of_one_block_is_refused(monkeypatch):
-    def wrong_in_one_block(layout, call):
-        return attention.by_branch(layout, call) * (1.0 if len(layout._pack) > 128 else 0.9)
-
-    first_kernel(monkeypatch, wrong_in_one_block)
-    check = checked(llama())
-    assert check.kernels == ["by_branch"] and "first" in check.rejected
+def ignores_the_window(layout, call):
+    return attention.by_branch(layout, dataclasses.replace(call, window=None))
 
 
-@pytest.mark.parametrize("window", [300, 900])
-def test_a_kernel_that_ignores_the_window_is_refused(window, monkeypatch):
-    first_kernel(monkeypatch, lambda layout, call: attention.by_branch(layout, dataclasses.replace(call, window=None)))
-    torch.manual_seed(0)
-    check = checked(tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=window)))
-    assert check.kernels == ["by_branch"] and "first" in check.rejected
+def raises(layout, call):
+    raise RuntimeError("illegal instruction")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "make", "why"),
+    [
+        (lambda layout, call: attention.by_branch(layout, call), llama, None),
+        (forgets_early_keys, llama, "those of an ordinary forward pass"),
+        (wrong_in_one_block, llama, "those of an ordinary forward pass"),
+        (ignores_the_window, lambda: mistral(300), "those of an ordinary forward pass"),
+        (ignores_the_window, lambda: mistral(900), "those of an ordinary forward pass"),
+        (raises, llama, "RuntimeError: illegal instruction"),
+    ],
+)
+def test_a_kernel_that_is_wrong_or_fails_is_named_and_the_next_one_is_taken(kernel, make, why, monkeypatch):
+    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(kernel, lambda: True, lambda call: None),))
+    check, name = checked(make()), kernel.__name__
+    assert check.path == "packed" and check.kernels == [name if why is None else "by_branch"]
+    assert check.refused_kernels == (() if why is None else (name,))
+    assert why is None or why in check.rejected[name]
 
 
 class OtherInputs(tf.LlamaForCausalLM):
@@ -94,17 +91,7 @@ def test_the_last_fallback_is_the_models_own_forward():
     with pytest.warns(UserWarning, match="single path"):
         engine = TorchEngine(in_memory(model), compile_layers=False)
     assert engine.self_check.path == "single" and {"packed", "padded"} <= set(engine.self_check.rejected)
-    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
-        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
-
-
-def test_padded_batches_that_are_wrong_are_not_used_for_sequences_with_a_mask(monkeypatch):
-    """A model that is packed still needs them there."""
-    real = selfcheck.forward_padded
-    monkeypatch.setattr(selfcheck, "forward_padded", lambda *arguments: real(*arguments) - 1.0)
-    engine = TorchEngine(in_memory(llama()), compile_layers=False)
-    assert engine.self_check.path == "packed" and "padded" in engine.self_check.rejected
-    assert engine._is_single(has_images=False)
+    assert largest_error(engine.score(sequences), model, sequences) <= 1e-4
 
 
 HEADS = {
@@ -173,35 +160,6 @@ def test_a_model_that_cannot_read_the_long_prompt_is_checked_on_the_short_pack(m
     assert checked(llama(Short)).path == "packed"
 
 
-def test_learned_positions_limit_the_long_prompt():
-    model = tf.RobertaForCausalLM(
-        tf.RobertaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, is_decoder=True,
-            max_position_embeddings=514, pad_token_id=1,
-        )
-    ).eval()  # fmt: skip
-    with pytest.warns(UserWarning, match="path, which is slower"):
-        engine = TorchEngine(in_memory(model), compile_layers=False)
-    sequences = some_pairs(4)
-    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
-        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
-
-
-def test_the_long_prompt_fits_in_scarce_memory(monkeypatch):
-    monkeypatch.setattr(selfcheck, "auto_token_budget", lambda *arguments: 512)
-    [short, long] = selfcheck._samples(in_memory(llama()))
-    assert sum(map(len, short)) <= 128 and max(map(len, long)) == 512
-
-
-def test_the_check_keeps_the_logits_of_completions_only(monkeypatch):
-    """A long prompt's logits of a vocabulary of 256,000 would take gigabytes."""
-    model = llama()
-    rows = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[-2]))
-    checked(model)
-    assert max(rows) <= selfcheck._HEAD_ROWS
-
-
 def test_a_quantized_head_is_left_to_the_model():
     model = llama()
     head = torch.nn.Linear(64, VOCAB, bias=False)
@@ -212,15 +170,15 @@ def test_a_quantized_head_is_left_to_the_model():
     sequences = some_pairs(4)
     with pytest.warns(UserWarning, match="single path"):
         engine = TorchEngine(in_memory(model), compile_layers=False)
-    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
-        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+    assert largest_error(engine.score(sequences), model, sequences) <= 1e-4
 
 
-def test_a_float32_head_is_refused_where_only_the_models_own_forward_is_right(monkeypatch):
-    """Sequences with a mask need padded batches, which are wrong here."""
+def test_padded_batches_that_are_wrong_are_not_used_for_sequences_with_a_mask(monkeypatch):
+    """A model that is packed still needs them there; its own forward cannot compute a float32 head."""
     real = selfcheck.forward_padded
     monkeypatch.setattr(selfcheck, "forward_padded", lambda *arguments: real(*arguments) - 1.0)
     engine = TorchEngine(in_memory(llama().to(torch.bfloat16)), lm_head_dtype="float32", compile_layers=False)
+    assert engine.self_check.path == "packed" and "padded" in engine.self_check.rejected
     [plain] = engine.score([Sequence([5] * 9, [7, 8])])
     assert np.isfinite(plain).all()
     with pytest.raises(EngineError, match="only the model's own code computes its logits"):
