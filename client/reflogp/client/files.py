@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from reflogp.store import UsageError
 
@@ -18,7 +16,6 @@ _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 
 #: A callback that receives (bytes done, total bytes).
 Progress = Callable[[int, int], None]
-
 
 #: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
@@ -57,15 +54,6 @@ class LocalFile:
             raise UsageError(f"{self.path} cannot be read: {error.strerror}") from error
         if sent != self.size:
             raise UsageError(f"{self.path} changed while it was being sent; send it again when it is complete")
-
-    async def async_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's bytes in chunks, and read each chunk outside the event loop's thread.
-
-        Raises UsageError if the file cannot be read or its size is no longer `size`.
-        """
-        chunks = self.chunks()
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            yield chunk
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
@@ -125,10 +113,3 @@ def check_output(path: str | Path) -> Path:
     if not output.absolute().parent.is_dir():
         raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is not a folder")
     return output
-
-
-def emptied(file: IO[bytes]) -> IO[bytes]:
-    """Remove what an earlier attempt wrote to the file, and return the file."""
-    file.seek(0)
-    file.truncate()
-    return file

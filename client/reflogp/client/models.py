@@ -1,14 +1,16 @@
-"""Define plain Python types for the jobs, uploads and datasets of a service."""
+"""What a service accepts and returns: datasets, uploads, jobs, references, stored values and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from reflogp.store.texts import counted, short_repr
-from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -71,38 +73,6 @@ class Uploaded:
     """
 
     name: str
-
-
-class JobSettings(TypedDict, total=False):
-    """The settings of a job, with the names that the service uses.
-
-    The service uses its defaults for settings that are omitted or None.
-
-    Attributes:
-        format: format of the dataset, or None to detect it from the columns.
-        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
-        truncation_mode: which tokens to keep of a sequence that exceeds max_length: "keep_start" (the default) keeps the start,
-            "keep_end" keeps the end.
-        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, from 0 to 1, or None to give
-            all tokens the same weight. The weight is applied to the sums in the job's result.
-        priority: from -100 to 100, 0 by default. Jobs with a higher priority run first, and interrupt running jobs with a lower
-            priority.
-        title: title of the job on the service's pages.
-
-    Examples:
-        >>> from reflogp.client import Client, JobSettings
-        >>> settings: JobSettings = {"max_length": 1024, "priority": 5}
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     client.submit("pairs.jsonl", "sft", **settings).settings["max_length"]
-        1024
-    """
-
-    format: Format | None
-    max_length: int | None
-    truncation_mode: TruncationMode
-    ld_alpha: float | None
-    priority: int
-    title: str
 
 
 @dataclass(frozen=True)
@@ -286,3 +256,109 @@ class JobPage:
         more = f"… and {len(self.jobs) - _SHOWN_JOBS} more" if len(self.jobs) > _SHOWN_JOBS else ""
         shown = [job._named() for job in self.jobs[:_SHOWN_JOBS]]
         return short_repr("JobPage", f"{counted(len(self.jobs), 'job')}; on all pages {counts or 'none'}", *shown, more)
+
+
+@dataclass(frozen=True)
+class ReferenceInfo:
+    """A reference model that is named in a service's settings, or has values in the service's store.
+
+    Attributes:
+        name: name of the reference in the service's settings, or None if only the service's store contains the reference.
+        reference_id: id of the reference, 32 hex digits.
+        model: name of the model's folder, or the model's hub id.
+        dtype: dtype in which the model computes.
+        lm_head_dtype: dtype of the model's logits.
+        snapshot: number of the latest snapshot, or None if nothing is stored.
+        sequences: number of stored sequences.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     [reference] = client.references()
+        >>> reference
+        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
+    """
+
+    name: str | None
+    reference_id: str
+    model: str
+    dtype: str
+    lm_head_dtype: str
+    snapshot: int | None
+    sequences: int
+
+    def __repr__(self) -> str:
+        name = self.name if self.name is not None else "only in the store"
+        stored = f"{counted(self.sequences, 'sequence')} in snapshot {self.snapshot}" if self.sequences else "nothing stored"
+        return short_repr("ReferenceInfo", f"{name}: {self.model} in {self.dtype}, {stored}, reference {self.reference_id}")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The values that a store has for n keys.
+
+    Attributes:
+        lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
+        sums: sum of each key's values in nats, float64 of shape (n,), or NaN for a miss.
+        token_logps: list with one item for each key: a float32 array, or None for a miss. If values were not requested,
+            `token_logps` itself is None.
+        reference_id: id of the reference whose values were looked up.
+        snapshot: number of the snapshot in which the keys were looked up.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> from reflogp.store import sequence_keys
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]), values=True)
+        >>> found.lengths, found.sums, found.token_logps
+        (array([-1], dtype=int32), array([nan]), [None])
+    """
+
+    lengths: npt.NDArray[np.int32]
+    sums: npt.NDArray[np.float64]
+    token_logps: list[npt.NDArray[np.float32] | None] | None
+    reference_id: str
+    snapshot: int
+
+    def __repr__(self) -> str:
+        found = f"{int((self.lengths >= 0).sum()):,} of {counted(len(self.lengths), 'key')}"
+        return short_repr("Lookup", f"{found} found in snapshot {self.snapshot} of reference {self.reference_id}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The log-probs of n sequences.
+
+    If the sequences were sent in several requests, engine_seconds and queue_seconds are totals over these requests.
+
+    Attributes:
+        token_logps: list with one float32 array for each sequence, in the order of the request. Each array has one value per
+            completion token, in nats.
+        reference_id: id of the reference model that computed the values.
+        hits: number of sequences whose values came from the store.
+        engine_seconds: seconds from the start of the computation to its last value; 0 if all values came from the store. If the
+            service computed other requests together with this one, the time can include work on them.
+        queue_seconds: seconds that the request waited before its computation started, including the time to load the model.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     scores = client.score("sft", [[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])
+        >>> [logps.shape for logps in scores.token_logps]
+        [(2,), (1,)]
+    """
+
+    token_logps: list[npt.NDArray[np.float32]]
+    reference_id: str
+    hits: int
+    engine_seconds: float
+    queue_seconds: float
+
+    def __repr__(self) -> str:
+        values = sum(map(len, self.token_logps))
+        return short_repr(
+            "Scores",
+            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {counted(self.hits, 'hit')}",
+            f"{self.engine_seconds:.2f} s computing, {self.queue_seconds:.2f} s in the queue",
+            f"reference {self.reference_id}",
+        )
