@@ -79,7 +79,7 @@ def test_names_of_files(reflogp, tmp_path, name):
     for arguments in (
         ("score", name, name, "--store", tmp_path / "store"),
         ("store", "ls", name),
-        ("export", name, "--as", "fairseq2", "-o", name),
+        ("export", name, "--as", "open-instruct", "--hash", name, "--loss-type", "dpo", "-o", name),
         ("jobs", "ls", name),
         ("serve", "--store", name, "--config", name),
         ("score", name, "--max-length", name),

@@ -1,7 +1,6 @@
-"""The exception classes of the client and of exports. All are subclasses of the store's ReflogpError.
+"""The exception classes of the client. All are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-├── RowsWithoutValuesError    an export needs a value for every row, but some rows have none
 └── ServiceError              a service could not do what was requested
     ├── ServiceUnreachableError   no connection, a lost connection, or no response in time
     ├── DeadlineExceededError     504, or the caller's deadline or timeout has passed
@@ -17,7 +16,6 @@ For an invalid argument, the client raises the store's UsageError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from reflogp.store import ReflogpError
@@ -30,34 +28,6 @@ if TYPE_CHECKING:
 
 #: Maximum number of sequences whose problems an error message quotes. Any further sequences are only counted.
 _TOLD = 3
-#: Maximum number of rows that an error message lists. Any further rows are only counted.
-_NAMED = 10
-
-
-class RowsWithoutValuesError(ReflogpError):
-    """Some rows of a dataset have no values, but the export format needs a value for every row.
-
-    Attributes:
-        reasons: dict from the number of each row without values to the reason why it has none, or to "" if the reason is
-            unknown. Row numbers start at 0 and are in ascending order.
-        rows: number of rows in the dataset.
-    """
-
-    def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
-        super().__init__(
-            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
-            "for every row of the dataset: score these rows or remove them from the dataset, then join the dataset again"
-        )
-        self.reasons = dict(sorted(reasons.items()))
-        self.rows = rows
-
-
-def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """Return a phrase such as "rows 4 (too long), 5, 9": the first row numbers, each followed by its reason if it is known."""
-    numbers = sorted(map(int, rows))
-    told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-    return f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(told)}{more}"
 
 
 class ServiceError(ReflogpError):
