@@ -86,7 +86,9 @@ def parse() -> argparse.Namespace:
 def serving(folder: Path, model: Path, *more: str) -> Iterator[Service]:
     """Run a service with its own store and state; yield it when its worker is ready."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    with running("--store", place / "store", "--state", place / "state", "--model", f"ref={model}", *more) as service:
+    with running(
+        "--store", place / "store", "--state", place / "state", "--model", f"ref={model}", "--dtype", "bfloat16", *more
+    ) as service:
         service.worker_ready()
         yield service
 

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from reflogp.service.registry import with_dtypes
+from reflogp.service.settings import read_settings
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 
@@ -364,6 +366,18 @@ def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pai
         code, _, err = reflogp(command, *given, *output)
         assert code == USAGE and "in float32 and in bfloat16: say which one to use" in one_sentence(err)
         assert reflogp(command, *given, *output, "--dtype", "bfloat16")[0] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_service_computes_in_the_dtype_that_score_would(reflogp, reference_folder, pairs_file, tmp_path, dtype):
+    given = ("score", reference_folder, pairs_file, "--store", tmp_path / "store", "--device", "cpu")
+    references = {"sft": {"model": str(reference_folder)}}
+    settings = read_settings(None, store=str(tmp_path / "store"), references=references, devices=["cpu"])
+    before = with_dtypes(settings).references["sft"].dtype
+    assert reflogp(*given, *(("--dtype", dtype) if dtype else ()))[0] == DONE
+    [scored] = Store(tmp_path / "store").references()
+    assert with_dtypes(settings).references["sft"].dtype == scored.dtype
+    assert before == "float32" and scored.dtype == (dtype or before)
 
 
 def test_a_file_without_one_readable_row(score, tmp_path):

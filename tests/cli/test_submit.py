@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,17 @@ def test_a_job_that_cannot_be_done_fails(reflogp, url, tmp_path):
     assert not (tmp_path / "values.parquet").exists()
 
 
+def test_notes_about_the_rows_are_told_by_submit_and_show(reflogp, url, tmp_path):
+    rows = [{"question": f"q {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(3)]
+    rows = [{**row, "prompt": ""} for row in rows]
+    code, out, _ = reflogp("submit", url, write_rows(tmp_path / "bare.jsonl", rows), "--reference", "sft", "--watch")
+    assert code == DONE
+    for said in ("note: 3 rows have no prompt", "the file has question; rename the column"):
+        assert said in out
+    job = last_object(reflogp("jobs", "ls", url, "--limit", 1, "--json")[1])["jobs"][0]["id"]
+    assert "note: 3 rows have no prompt" in reflogp("jobs", "show", url, job)[1]
+
+
 def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_rows):
     data = write_rows(folder / "data" / "there.jsonl", pair_rows[46:48])
     code, out, _ = reflogp("submit", url, data, "--reference", "sft", "--on-service", "--watch", "--json")
@@ -106,7 +118,7 @@ def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_row
         (["{url}", "nothing.jsonl", "--reference", "sft"], "no such file"),
         (["{url}", "{folder}", "--reference", "sft"], "--on-service"),
         (["{url}", "{pairs}"], "--reference"),
-        (["{url}", "{pairs}", "--reference", "nobody"], "nobody"),
+        (["{url}", "{pairs}", "--reference", "nobody"], "reflogp doctor --url {url}"),
         (["{url}", "{pairs}", "--reference", "sft", "--output", "x.csv"], ".parquet"),
         (["{url}", "{pairs}", "--reference", "sft", "--output", "/nowhere/x.parquet"], "is not a folder"),
         (["{url}", "{pairs}", "--reference", "sft", "--format", "xml"], "--format"),
@@ -118,7 +130,7 @@ def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_row
 def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, says):
     code, out, err = reflogp("submit", *(a.format(url=url, folder=folder, pairs=pairs_file) for a in arguments))
     assert (code, out) == (USAGE, "")
-    assert says in err
+    assert says.format(url=url) in " ".join(err.split())
 
 
 def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
@@ -173,7 +185,9 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     code, out, _ = reflogp("jobs", "show", url, job, "--watch")
     assert code == FAILED
     assert "was cancelled" in out
-    code, out, _ = reflogp("jobs", "retry", url, job, "--json")
+    code, _, err = reflogp("jobs", "result", url, job, "-o", tmp_path / "v.parquet")
+    advice = re.search(r"`reflogp (jobs retry [^`]*)`", err)[1]  # as the service says it for a caller of the route
+    code, out, _ = reflogp(*advice.split(), "--json")
     assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
     assert reflogp("jobs", "cancel", url, job)[0] == DONE
 

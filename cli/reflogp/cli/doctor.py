@@ -263,4 +263,6 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
             "service", "broken", f"{url} returned status {answer.status_code} for /v1/references", "see the service's log"
         )
     else:
-        yield Finding("service", "ok", f"{url} responds" + (" and accepts the token" if token else " and requires no token"))
+        names = [f"{entry['name'] or entry['reference_id']} in {entry['dtype']}" for entry in answer.json()["references"]]
+        said = f"{url} responds" + (" and accepts the token" if token else " and requires no token")
+        yield Finding("service", "ok", f"{said}; references: {', '.join(names) or 'none'}")

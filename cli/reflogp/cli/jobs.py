@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -25,9 +27,10 @@ from reflogp.cli.console import (
     print_json,
 )
 from reflogp.client.client import Client
+from reflogp.client.errors import ServiceError
 from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
-from reflogp.store.texts import counted, visible
+from reflogp.store.texts import counted, hide_secrets, visible
 
 #: Width, in characters. Job lists on narrower terminals have fewer columns.
 _WIDE = 120
@@ -51,6 +54,34 @@ Token = Annotated[
 Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it has completed, failed or been cancelled.")]
 
 
+#: What a service advises as a route, and the command that does the same. Other routes are shown as curl commands.
+_COMMANDS = {
+    "POST /v1/jobs/ID/retry": "reflogp jobs retry {url} {job}",
+    "GET /v1/jobs/ID/result": "reflogp jobs result {url} {job}",
+    "GET /v1/jobs": "reflogp jobs ls {url}",
+    "GET /v1/references": "reflogp doctor --url {url}",
+    "PUT /v1/uploads/NAME": "reflogp submit {url} FILE",
+}
+_ROUTE = re.compile(r"(GET|POST|PUT|DELETE) (/v1/[\w/]+)")
+
+
+@contextmanager
+def connected(url: str, token: str | None, job: str = "ID") -> Iterator[Client]:
+    """Yield a client. Errors of the service advise commands, which can be copied, where the service advises routes."""
+
+    def command_of(route: re.Match[str]) -> str:
+        known = _COMMANDS.get(route[0])
+        shown = hide_secrets(url.rstrip("/"))
+        return f"`{known.format(url=shown, job=job)}`" if known else f"`curl -X {route[1]} {shown}{route[2]}`"
+
+    with Client(url, token) as client:
+        try:
+            yield client
+        except ServiceError as error:
+            error.args = (_ROUTE.sub(command_of, str(error)),)
+            raise
+
+
 @app.command("ls")
 def ls(
     url: Url,
@@ -68,7 +99,7 @@ def ls(
     """
     if state is not None and state not in get_args(JobState):
         raise UsageError(f"--state {state}: unknown state; choose from {', '.join(get_args(JobState))}")
-    with Client(url, token) as client:
+    with connected(url, token) as client:
         page = client.jobs(state, before, limit)  # type: ignore[arg-type]
     if as_json:
         print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
@@ -88,7 +119,7 @@ def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_jso
 
     Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch
     """
-    with Client(url, token) as client:
+    with connected(url, token, job) as client:
         found = watched(client, job) if watch else client.job(job)
     if as_json:
         print_json(found.as_dict())
@@ -104,7 +135,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
 
     Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
     """
-    with Client(url, token) as client:
+    with connected(url, token, job) as client:
         found = client.cancel(job)
     ending = "" if found.finished else "; it will be cancelled after its current forward pass"
     _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
@@ -116,7 +147,7 @@ def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = F
 
     Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
     """
-    with Client(url, token) as client:
+    with connected(url, token, job) as client:
         found = client.retry(job)
     _say(found, f"job {found.id} is {found.state}; watch it: {command('show', url, job)} --watch", as_json)
 
@@ -134,7 +165,7 @@ def result(
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
-    with Client(url, token) as client:
+    with connected(url, token, job) as client:
         save_result(client, job, output)
 
 

@@ -101,7 +101,7 @@ def submit(
         files.check_output(output)
         if output.exists() and Path(data).exists() and output.samefile(data):
             raise UsageError(f"the output {output} is the dataset itself; give the output another name")
-    with Client(url, token) as client:
+    with jobs.connected(url, token) as client:
         job = client.submit(
             _dataset(client, data, on_service, dataset_config),
             reference,

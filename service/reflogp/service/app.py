@@ -25,7 +25,7 @@ from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.processes import Start, start_here
-from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.registry import ReferenceRegistry, with_dtypes
 from reflogp.service.request_ids import RequestIds
 from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
 from reflogp.service.routes.health import health_router
@@ -58,6 +58,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
             settings contain a store URI, a reference, a device or an executor that cannot be used.
         CheckpointError: the model folder of a reference cannot be used (see ReferenceRegistry).
     """
+    settings = with_dtypes(settings)
     folder = settings.state_folder()
     lock = StateLock(folder)
     metrics = Metrics()
