@@ -1,6 +1,5 @@
 """`reflogp submit` and `reflogp jobs` as a person meets them, against a service as it runs."""
 
-import io
 import json
 import re
 import signal
@@ -10,7 +9,6 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
 from reflogp.client import Client
 from tests.client.test_jobs_client import made_up_rows
@@ -139,7 +137,7 @@ def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
     assert (code, "the request to http://127.0.0.1:9 failed" in err) == (FAILED, True)
 
 
-def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
+def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
     data = write_rows(tmp_path / "listed.jsonl", pair_rows[48:50])
     title = "[red]not red[/red]\x1b[2J"
     made = last_object(reflogp("submit", url, data, "--reference", "sft", "--title", title, "--watch", "--json")[1])
@@ -151,13 +149,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
     listed = last_object(reflogp("jobs", "ls", url, "--state", "done", "--json")[1])
     assert made["id"] in [job["id"] for job in listed["jobs"]]
     assert listed["counts"]["done"] >= 1
-    code, out, _ = reflogp("jobs", "ls", url, "--before", made["id"])
-    assert (code, made["id"] in out) == (DONE, False)
-    monkeypatch.setattr("reflogp.cli.jobs.out", Console(force_terminal=True, width=80, file=(terminal := io.StringIO())))
-    reflogp("jobs", "ls", url, "--limit", 1)
-    lines = terminal.getvalue().splitlines()
-    assert made["id"] in lines[1] and "done" in lines[1], lines
-    monkeypatch.undo()
+    assert out.split()[:5] == [made["id"], "done", "4", "of", "4"] and "-listed.jsonl" in out
     assert reflogp("jobs", "ls", url, "--state", "asleep")[0] == USAGE
     assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
 
@@ -180,7 +172,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     assert last_object(reflogp("jobs", "show", url, job, "--json")[1])["state"] == "running"
     assert reflogp("jobs", "retry", url, job)[0] == FAILED
     assert reflogp("jobs", "result", url, job, "-o", tmp_path / "v.parquet")[0] == FAILED
-    cancel = next(line for line in err.splitlines() if "cancel it:" in line).split("reflogp ")[1]
+    cancel = err.strip().rpartition("cancel it: reflogp ")[2]
     assert reflogp(*cancel.split())[0] == DONE
     code, out, _ = reflogp("jobs", "show", url, job, "--watch")
     assert code == FAILED

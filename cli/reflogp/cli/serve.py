@@ -8,26 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
+from reflogp.cli import options
 from reflogp.cli.console import err, missing_extra, out
 from reflogp.store import UsageError
-from reflogp.store.storage import PLACES
 
 
 def serve(
-    store: Annotated[
-        str | None,
-        typer.Option(
-            "--store", help=f"Store: {PLACES}. Default: $REFLOGP_STORE, or `store` in the settings file.", metavar="URI"
-        ),
-    ] = None,
+    store: options.ServedStore = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A reference model and its name on the service; repeatable.", metavar="NAME=PATH"),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Compute dtype of the models given with --model. Default: as in `reflogp score`.", metavar="DTYPE"),
-    ] = None,
+    dtype: options.ServedDtype = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
