@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import typer
 
+from reflogp.cli.main import app
 from reflogp.service.registry import with_dtypes
 from reflogp.service.settings import read_settings
 from reflogp.store import Store, describe_reference
@@ -196,14 +200,25 @@ def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_fil
     assert reflogp("store", "verify", store, "--reference", whole.name)[0] == DONE
 
 
-STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
+def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its words."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, *path, name)
 
 
-@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["report"], ["export"], ["demo"], ["store"], *STORE_COMMANDS])
-def test_help_teaches(reflogp, command):
+def test_the_help_of_every_command_teaches_by_an_example():
+    found = dict(commands(typer.main.get_command(app)))
+    assert len(found) > 20
+    assert [words for words, command in found.items() if f"Example: reflogp {words} " not in command.help] == []
+
+
+@pytest.mark.parametrize("command", [[], ["jobs"], ["store"], ["score"]])
+def test_help_is_printed(reflogp, command):
     code, out, _ = reflogp(*command, "--help")
     assert code == DONE
-    assert "Usage" in out
+    assert "Usage" in out and "reflogp" in out
 
 
 # Bad input: one clear sentence, the exit code of DESIGN.md, nothing committed is harmed.

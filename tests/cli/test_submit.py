@@ -182,11 +182,3 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     code, out, _ = reflogp(*advice.split(), "--json")
     assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
     assert reflogp("jobs", "cancel", url, job)[0] == DONE
-
-
-@pytest.mark.parametrize("command", [[], ["ls"], ["show"], ["cancel"], ["retry"], ["result"]])
-def test_help_teaches_by_example(reflogp, command):
-    for arguments in (["submit"], ["jobs", *command]):
-        code, out, _ = reflogp(*arguments, "--help")
-        assert code == DONE
-        assert "Example: reflogp " in " ".join(out.split())

@@ -112,7 +112,6 @@ JOB = {
     "finished_at": None,
     "attempts": 1,
     "progress": {"rows": 3, "done": 2, "phase": "of a newer service"},
-    "throughput": [[1, 2.5]],
     "error": None,
     "summary": None,
     "owner": "a newer service's field",
@@ -121,10 +120,10 @@ JOB = {
 
 def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
     job = jobs.job_from(JOB)
-    assert (job.state, job.progress.done, job.progress.hits, job.throughput) == ("running", 2, 0, [(1.0, 2.5)])
+    assert (job.state, job.progress.done, job.progress.hits) == ("running", 2, 0)
     assert job.created_at.utcoffset().total_seconds() == 0
     assert json.loads(json.dumps(job.as_dict()))["started_at"] == "2026-11-21T09:21:00+00:00"
-    for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}, {**JOB, "throughput": [1]}):
+    for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}):
         with pytest.raises(ServiceFailedError, match="cannot be read"):
             jobs.job_of(httpx.Response(200, json=broken))
     with pytest.raises(ServiceFailedError, match="cannot be read"):

@@ -69,12 +69,10 @@ err = SafeConsole(stderr=True)
 
 
 def missing_extra(extra: str, error: ImportError) -> ReflogpError:
-    """Return the error to raise if a subcommand needs an extra that is not installed."""
     return ReflogpError(f"this command needs reflogp[{extra}]: pip install 'reflogp[{extra}]' ({error})")
 
 
 def print_json(summary: dict[str, Any]) -> None:
-    """Print an object as one line of JSON on stdout."""
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.stdout.flush()
 

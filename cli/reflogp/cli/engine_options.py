@@ -150,12 +150,7 @@ def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool =
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference that `claim` names.
-
-    `claim` is a file written by `reflogp reference`, or the id of a reference in the store.
-
-    Raises UsageError if the store has no reference with this id, or if the file is not valid.
-    """
+    """Return the reference that `claim` names: a file written by `reflogp reference`, or a reference id in the store."""
     file = Path(claim).expanduser()
     if not file.is_file():
         try:

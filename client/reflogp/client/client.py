@@ -64,9 +64,9 @@ class Client:
             `watch` and a `score` with a deadline do not use this timeout. Connection attempts time out after at most 5 seconds.
 
     Methods raise UsageError for invalid arguments, and a subclass of ServiceError (see reflogp.client.errors) if a request
-    fails. If the service is busy (status 429 or 503), a request is sent again, with increasing pauses. If the connection fails,
-    a request is sent again only if repeating it is safe. Each request is sent at most 5 times or, in `score` with a deadline,
-    as often as the deadline allows.
+    fails; for an unknown job, RequestRefusedError with the status 404. If the service is busy (status 429 or 503), a request is
+    sent again, with increasing pauses. If the connection fails, a request is sent again only if repeating it is safe. Each
+    request is sent at most 5 times or, in `score` with a deadline, as often as the deadline allows.
 
     Examples:
         >>> from reflogp.client import Client
@@ -76,10 +76,18 @@ class Client:
         ...     scores = client.score("sft", [[1, 5, 9]], [[7, 2]])
         ...     job = client.watch(client.submit("pairs.jsonl", "sft", max_length=1024).id, check=True)
         ...     file = client.result(job.id, "pairs-logps.parquet")
+        ...     [reference] = client.references()
+        ...     uploaded = client.upload("pairs.jsonl", "pairs.jsonl")
         >>> scores.token_logps[0].dtype, scores.token_logps[0].shape
         (dtype('float32'), (2,))
         >>> job.state, job.summary["rows"]
         ('done', 32)
+        >>> reference
+        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
+        >>> found.lengths, found.sums
+        (array([-1], dtype=int32), array([nan]))
+        >>> uploaded
+        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
@@ -107,22 +115,12 @@ class Client:
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> Lookup:
-        """Look up keys in the service's store.
-
-        A large number of keys is split into several requests, which all use the same snapshot.
+        """Look up n keys of 16 bytes each, from `reflogp.store.sequence_keys`, in the service's store.
 
         Args:
             reference: name or id of the reference.
-            keys: n keys of 16 bytes each, from `reflogp.store.sequence_keys`.
             values: whether to return each token's log-prob too, as token_logps. Lengths and sums are always returned.
-            snapshot: number of the snapshot, or None for the latest.
-
-        Returns:
-            A Lookup with lengths, sums and, if requested, token_logps, in the order of the keys.
-
-        Raises:
-            UsageError: `keys` contains a value that is not 16 bytes long.
-            RequestRefusedError: the service has no such reference or snapshot.
+            snapshot: number of the snapshot, or None for the latest. Several requests read one snapshot.
         """
         params: dict[str, Any] = {"reference": reference, "values": str(values).lower()}
         if snapshot is not None:
@@ -148,36 +146,26 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """Score n sequences immediately and return their log-probs.
-
-        A large number of sequences is split into several requests, which are sent one after the other.
+        """Score n sequences immediately, in one or several requests, and return their log-probs.
 
         Args:
             reference: name or id of the reference.
-            prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
-            completions: n lists of token ids.
+            prompts, completions: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
             temperature: number that the logits are divided by. Only values at temperature 1 are read from the store or written
                 to it.
-            cache_read: whether to use stored values and compute only the missing ones.
-            cache_write: whether to write the computed values to the store.
+            cache_read, cache_write: whether to use stored values, and whether to store the computed ones.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. On a slow connection, the call can take longer than `deadline`. If `deadline` is
-                None, each request has the deadline in the service's setting `deadline_seconds` (by default, 5 minutes). The
-                client then waits for each response for at most its own `timeout`, or 10 minutes if `timeout` is None too.
+                and retries with their pauses. If None, each request has the deadline in the service's setting
+                `deadline_seconds` (by default, 5 minutes), and the client waits for each response for at most its own
+                `timeout`, or 10 minutes if `timeout` is None too.
             attention_masks: for rows of padded batches, n lists, each with one entry per token of the row's prompt and
                 completion: 0 for padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding
-                tokens in completions get values too. The values of such sequences are never looked up in the store or written
-                to it.
-
-        Returns:
-            A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
+                tokens in completions get values too. These values are never looked up in the store or written to it.
 
         Raises:
             SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
-            ServiceBusyError: at every attempt, the service's queue was full or no worker could respond.
-            UsageError: a prompt, completion or attention mask is not a list of integers; the numbers of prompts, completions
-                and attention masks are not equal; or `deadline` is not positive.
+            UsageError: the arguments are not lists of integers, or not equally many; or `deadline` is not positive.
         """
         table = tables.sequence_table(prompts, completions, attention_masks)
         if deadline is not None and not deadline > 0:
@@ -206,9 +194,7 @@ class Client:
         return scores
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """Upload a dataset file without loading all of it into memory.
-
-        The file is not sent if the service already has the same file under the same name.
+        """Upload a dataset file, without loading all of it into memory. A file that the service already has is not sent.
 
         Args:
             path: a file whose suffix shows its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
@@ -217,13 +203,8 @@ class Client:
                 digest, a hyphen and the file's own name, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
-        Returns:
-            An UploadInfo with the file's name on the service, its size, its sha256 and the time of the upload.
-
-        Raises:
-            UsageError: the file does not exist, is a folder, cannot be read, has an unknown suffix, or changes while it is
-                being sent.
-            ServiceFailedError: the file arrived damaged.
+        Raises UsageError if the file cannot be read or changes while it is being sent, and ServiceFailedError if it arrived
+        damaged.
         """
         file = files.local_file(path, name, progress)
         route = f"/v1/uploads/{quote(file.name, safe='')}"
@@ -261,10 +242,9 @@ class Client:
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        The settings `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If
-        the earlier job is done, but the data may have changed, the service creates a new job, unless both submissions have the
-        same `idempotency_key`. Data may have changed if the dataset is on the Hub or at a URI, or if its rows refer to image
-        files.
+        `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If it is done,
+        but the data may have changed (a dataset on the Hub or at a URI, or rows that refer to image files), the service creates
+        a new job, unless both submissions have the same `idempotency_key`.
 
         Args:
             dataset: path of a file on this machine, which is uploaded first; name ("ORGANISATION/NAME") of a dataset on the
@@ -282,13 +262,7 @@ class Client:
             priority: from -100 to 100. Jobs with a higher priority run first, and interrupt running jobs with a lower one.
             title: title of the job on the service's pages.
 
-        Returns:
-            The job in its current state.
-
-        Raises:
-            UsageError: `dataset` is the path of a file that cannot be uploaded (see `upload`).
-            NotAllowedError: the service's settings do not allow the dataset's path or URI.
-            RequestRefusedError: the service does not know the reference, or refuses the idempotency key or another argument.
+        Raises NotAllowedError if the service's settings do not allow the dataset's path or URI.
         """
         if isinstance(dataset, str | Path):
             dataset = jobs.on_hub(dataset) or Uploaded(self.upload(dataset).name)
@@ -309,41 +283,18 @@ class Client:
         return jobs.job_of(self._send(Call("POST", "/v1/jobs", content=content, headers=headers)))
 
     def job(self, job: str) -> Job:
-        """Return a job in its current state.
-
-        Args:
-            job: id of the job.
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404).
-        """
+        """Return a job in its current state."""
         return jobs.job_of(self._send(Call("GET", jobs.path(job))))
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """Return up to `limit` jobs, newest first.
-
-        Args:
-            state: return only jobs in this state.
-            before: return only jobs that are older than the job with this id. To get the next page, pass the `next_before` of
-                the current page.
-            limit: maximum number of jobs on a page, from 1 to 1,000.
-        """
+        """Return up to `limit` jobs (1 to 1,000), newest first. For the next page, pass its `next_before` as `before`."""
         params = {name: value for name, value in (("state", state), ("before", before)) if value is not None}
         return jobs.page_of(self._send(Call("GET", "/v1/jobs", {**params, "limit": limit})))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job. A queued job is cancelled immediately, and a running job after its current forward pass.
+        """Cancel a job: a queued job immediately, and a running job after its current forward pass.
 
-        The values that the job has already computed stay in the store.
-
-        Args:
-            job: id of the job.
-
-        Returns:
-            The job in its current state, which can still be "running".
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404), or the job is done or has failed (409).
+        The values that the job has already computed stay in the store. Raises RequestRefusedError (409) if the job has ended.
         """
         try:
             return jobs.job_of(self._send(Call("DELETE", jobs.path(job))))
@@ -353,51 +304,22 @@ class Client:
             return found  # an attempt whose response was lost has cancelled the job
 
     def retry(self, job: str) -> Job:
-        """Queue a failed or cancelled job again.
-
-        Args:
-            job: id of the job.
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404), or the job has not failed and was not cancelled (409).
-        """
+        """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for other jobs."""
         # The request is not sent again if the service may have seen it. If somebody has cancelled the job since then, a second
         # request would queue the job again.
         return jobs.job_of(self._send(Call("POST", jobs.path(job, "/retry"), again=protocol.NOT_SENT)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Return the report on a completed job's values: histograms, outliers, and the first 100 rows without values.
-
-        Args:
-            job: id of the job.
-
-        Returns:
-            A dict with the keys histograms (a dict of histograms by name), outliers (a list of rows with unusual values),
-            bad_rows (a list of the first 100 rows without values) and dropped_rows (a number of rows).
-
-        Raises:
-            RequestRefusedError: the job does not exist or has no report (status 404), the job is not done (409), or the report
-                is too large (413).
+        """Return the report on a completed job's values: a dict with histograms, outliers, bad_rows (the first 100 rows without
+        values) and dropped_rows (a number). Raises RequestRefusedError (409) if the job is not done.
         """
         return protocol.parsed(self._send(Call("GET", jobs.path(job, "/report"))), dict)
 
     def result(self, job: str, output_path: str | Path) -> Path:
-        """Save a completed job's values as a Parquet file.
+        """Save a completed job's values as a Parquet file, with one row per row of the dataset, in the same order.
 
-        The file has one row per row of the dataset, in the same order. An existing file is replaced only when the new file is
-        complete.
-
-        Args:
-            job: id of the job.
-            output_path: file to write. Its name must end in .parquet, and its folder must exist.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            RequestRefusedError: the job does not exist (status 404), is not done (409), or has no result because no row of its
-                dataset could be read (404).
-            UsageError: the file cannot be written.
+        An existing file is replaced only when the new file is complete. Raises RequestRefusedError if the job is not done (409)
+        or has no result because no row of its dataset could be read (404), and UsageError if the file cannot be written.
         """
         output = files.check_output(output_path)
         with write_atomically(output) as hidden, hidden.open("wb") as partial:

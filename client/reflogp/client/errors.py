@@ -1,16 +1,5 @@
 """The exception classes of the client. All are subclasses of the store's ReflogpError.
 
-ReflogpError (reflogp.store.errors)
-└── ServiceError              a service could not do what was requested
-    ├── ServiceUnreachableError   no connection, a lost connection, or no response in time
-    ├── DeadlineExceededError     504, or the caller's deadline or timeout has passed
-    ├── ServiceBusyError          429 or 503 at every attempt
-    ├── NotAllowedError           401 or 403
-    ├── RequestRefusedError       any other 4xx, for example for an invalid request or an unknown job
-    ├── ServiceFailedError        any other 5xx, an unreadable response, or an upload that arrived damaged
-    ├── SequencesRefusedError     some sequences could not be scored; contains the values of the others
-    └── JobFailedError            a job failed or was cancelled
-
 For an invalid argument, the client raises the store's UsageError.
 """
 
@@ -49,33 +38,19 @@ class ServiceUnreachableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The deadline or timeout passed before the request or the job was completed.
-
-    The deadline or timeout is the caller's argument `deadline` or `timeout`. For `score` without a deadline, it is the
-    service's setting `deadline_seconds`. `status` is 504 if the service reported the error, otherwise None.
-    """
+    """The caller's deadline or timeout, or the service's `deadline_seconds`, passed before the request or job was completed."""
 
 
 class ServiceBusyError(ServiceError):
-    """At every attempt, the service was too busy or temporarily unable to process the request (status 429 or 503).
-
-    For example, its queue was full, no worker was running, or the store could not be used.
-    """
+    """At every attempt, the service was too busy or temporarily unable to process the request (status 429 or 503)."""
 
 
 class NotAllowedError(ServiceError):
-    """The token is missing or invalid (status 401), or the service does not allow the request (403).
-
-    Two reasons for status 403 are that the token does not have the required scope, and that the service's settings do not allow
-    a dataset's path or URI.
-    """
+    """The token is missing or invalid (status 401), or its scopes or the service's settings forbid the request (403)."""
 
 
 class RequestRefusedError(ServiceError):
-    """The service refused the request, for example because the request is invalid or names an unknown job.
-
-    The status is any 4xx status except 401, 403 and 429.
-    """
+    """The service refused the request as invalid, or because it names an unknown job (any 4xx except 401, 403 and 429)."""
 
 
 class ServiceFailedError(ServiceError):

@@ -23,14 +23,7 @@ _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|ar
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to upload, with the size and digest that it had when `local_file` read it.
-
-    Attributes:
-        name: name under which a service will keep the file.
-        size: size in bytes.
-        sha256: hexadecimal digest of the content.
-        progress: called with (bytes sent, total bytes) while the file is being sent.
-    """
+    """A file to upload, with the size in bytes and the hexadecimal digest that it had when `local_file` read it."""
 
     path: Path
     name: str
@@ -57,16 +50,7 @@ class LocalFile:
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Read a whole file to compute its size and digest, and return a LocalFile that can be uploaded.
-
-    Args:
-        name: name under which a service will keep the file. The default name consists of the first 12 digits of the file's
-            digest, a hyphen and the file's local name, so that different files with the same name do not replace each other.
-
-    Raises:
-        UsageError: the file does not exist, is a folder or cannot be read, or its name on the service does not have the suffix
-            of a dataset file.
-    """
+    """Read a whole file to compute its size and digest. Raises UsageError if it is no dataset file that can be read."""
     found = Path(path).expanduser()
     if found.is_dir():
         raise UsageError(
@@ -92,7 +76,6 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
 
 
 def is_dataset_name(name: str) -> bool:
-    """Return True if a file's name has the suffix of a dataset file."""
     return _KNOWN.search(name) is not None
 
 
@@ -103,10 +86,6 @@ def _upload_name(name: str, digest: str) -> str:
 
 
 def check_output(path: str | Path) -> Path:
-    """Check the path of a Parquet file that will be written, and return it as a Path.
-
-    Raises UsageError if the name does not end in .parquet, or if the folder does not exist.
-    """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
         raise UsageError(f"the output {path} is written as a Parquet file, so its name must end in .parquet")

@@ -29,9 +29,7 @@ def _known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
 def job_from(entry: dict[str, Any]) -> Job:
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
     progress = JobProgress(**_known(JobProgress, entry["progress"]))
-    throughput = [(float(seconds), float(rate)) for seconds, rate in entry.get("throughput", [])]
-    parts = {"progress": progress, "throughput": throughput, "dataset": entry["dataset"] or {}}
-    return Job(**_known(Job, entry) | times | parts)
+    return Job(**_known(Job, entry) | times | {"progress": progress, "dataset": entry["dataset"] or {}})
 
 
 def job_of(response: httpx.Response) -> Job:

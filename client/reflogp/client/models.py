@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
@@ -26,11 +26,6 @@ class ServicePath:
 
     Attributes:
         path: absolute path on that machine.
-
-    Examples:
-        >>> from reflogp.client import ServicePath
-        >>> ServicePath("/data/pairs.jsonl")  # for Client.submit
-        ServicePath(path='/data/pairs.jsonl')
     """
 
     path: str
@@ -45,11 +40,6 @@ class ServiceUri:
             Hugging Face Hub, use hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or
             hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
-
-    Examples:
-        >>> from reflogp.client import ServiceUri
-        >>> ServiceUri("s3://team/pairs.parquet")  # for Client.submit
-        ServiceUri(uri='s3://team/pairs.parquet', config=None)
     """
 
     uri: str
@@ -62,14 +52,6 @@ class Uploaded:
 
     Attributes:
         name: name of the file on the service, as in UploadInfo.
-
-    Examples:
-        >>> from reflogp.client import Client, Uploaded
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     name = client.upload("pairs.jsonl").name
-        ...     job = client.submit(Uploaded(name), "sft", max_length=512)
-        >>> job.dataset["upload"] == name
-        True
     """
 
     name: str
@@ -84,12 +66,6 @@ class UploadInfo:
         bytes: size of the file in bytes.
         sha256: SHA-256 digest of the file, 64 hex digits.
         uploaded_at: time of the upload, with a time zone.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     print(client.upload("pairs.jsonl", "pairs.jsonl"))
-        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
     """
 
     name: str
@@ -118,13 +94,6 @@ class JobProgress:
         tokens_per_second: current scoring rate, averaged over the last few seconds.
         seconds: number of seconds since the latest attempt began.
         seconds_left: estimated seconds left at the attempt's average rate, or None while unknown.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
-        >>> job.progress
-        JobProgress(... of ... sequences: ... hits, ... scored...)
     """
 
     rows: int = 0
@@ -156,7 +125,7 @@ class Job:
     """The state of a job at one point in time.
 
     If the job was first submitted with another token, and the client's token has neither the scope "read" nor "admin", the
-    service hides details: note, error and summary are None, and submitted_by and throughput are empty. In this case, `submit`
+    service hides details: note, error and summary are None, and submitted_by is empty. In this case, `submit`
     returns the job with the settings and dataset that were passed to `submit`. `cancel` and `retry` return the
     job with an empty dataset, an empty title and priority 0.
 
@@ -177,14 +146,6 @@ class Job:
         finished_at: time when the job was completed, failed or was cancelled, or None if it has not ended.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token with which the job was first submitted.
-        throughput: list of pairs (seconds since the latest attempt began, tokens per second).
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
-        >>> job.state, job.finished, job.summary["rows"]
-        ('done', True, 32)
     """
 
     id: str
@@ -201,7 +162,6 @@ class Job:
     finished_at: datetime | None = None
     attempts: int = 0
     submitted_by: str = ""
-    throughput: list[tuple[float, float]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return short_repr(
@@ -237,14 +197,6 @@ class JobPage:
         jobs: the jobs on this page.
         counts: dict from each state to the number of jobs in this state, on all pages.
         next_before: value to pass as `before` in order to get the next page, or None on the last page.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     id = client.submit("pairs.jsonl", "sft").id
-        ...     page = client.jobs(limit=50)
-        >>> id in [job.id for job in page.jobs]
-        True
     """
 
     jobs: list[Job]
@@ -270,13 +222,6 @@ class ReferenceInfo:
         lm_head_dtype: dtype of the model's logits.
         snapshot: number of the latest snapshot, or None if nothing is stored.
         sequences: number of stored sequences.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     [reference] = client.references()
-        >>> reference
-        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
     """
 
     name: str | None
@@ -304,14 +249,6 @@ class Lookup:
             `token_logps` itself is None.
         reference_id: id of the reference whose values were looked up.
         snapshot: number of the snapshot in which the keys were looked up.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> from reflogp.store import sequence_keys
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]), values=True)
-        >>> found.lengths, found.sums, found.token_logps
-        (array([-1], dtype=int32), array([nan]), [None])
     """
 
     lengths: npt.NDArray[np.int32]
@@ -339,13 +276,6 @@ class Scores:
         engine_seconds: seconds from the start of the computation to its last value; 0 if all values came from the store. If the
             service computed other requests together with this one, the time can include work on them.
         queue_seconds: seconds that the request waited before its computation started, including the time to load the model.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     scores = client.score("sft", [[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])
-        >>> [logps.shape for logps in scores.token_logps]
-        [(2,), (1,)]
     """
 
     token_logps: list[npt.NDArray[np.float32]]

@@ -107,7 +107,6 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def error_of(response: httpx.Response) -> ServiceError:
-    """Return the error for a response with a status of 400 or above."""
     try:
         problem = response.json()
         detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
@@ -134,12 +133,9 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def _trace_context() -> dict[str, str]:
-    """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace.
-
-    There are no headers if the caller has no active span. If opentelemetry is not imported yet, there can be no active span, so
-    this function does not import it.
-    """
+    """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace."""
     headers: dict[str, str] = {}
+    # without opentelemetry imported, there is no active span
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -148,10 +144,9 @@ def _trace_context() -> dict[str, str]:
 
 
 def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:
-    """Return the number of seconds to wait before the next attempt, or None if the response is a success.
+    """Return the seconds to wait after attempt number `attempt` (from 1), or None if its outcome is a success.
 
-    `attempt` counts the attempts so far, starting at 1, and `answer` is the outcome of the last attempt. Raises the error for
-    that outcome if no further attempt is allowed.
+    Raises the error for that outcome if no further attempt is allowed.
     """
     if isinstance(answer, httpx.Response) and answer.status_code < 400:
         return None
@@ -165,7 +160,6 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
 
 
 def failure(url: str, answer: Outcome) -> ServiceError:
-    """Return the error for a failed attempt."""
     if isinstance(answer, httpx.Response):
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
@@ -180,11 +174,9 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """Return the number of seconds to wait before the next attempt, at most LONGEST_PAUSE.
+    """Return the seconds to wait before the next attempt: Retry-After, or a random number whose maximum doubles each time.
 
-    If the response has a Retry-After header, the pause is the header's value plus a small random number. Otherwise, the pause
-    is a random number whose maximum doubles with every failed attempt. The random numbers keep clients from all retrying at the
-    same time.
+    The random numbers keep clients from all retrying at the same time.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():
