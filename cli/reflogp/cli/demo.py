@@ -44,7 +44,7 @@ def demo(
     if model is None:
         model = str(folder / "model")
         if not (folder / "model" / "model.safetensors").is_file():
-            out.print("1. A reference model: a tokenizer and a small Llama model, trained briefly on the chosen answers")
+            out.print("building a tokenizer and a small Llama model, trained briefly on the chosen answers")
             _build(folder / "model", data)
     out.print(f"1. A reference model: {model}")
     for title in ("2. Score", "3. Score again"):
