@@ -10,7 +10,6 @@ queue of jobs.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import socket
@@ -20,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from machine import cpu_and_cores, write_results
 from shapes import SHAPES
 from sides import make_model, make_tokenizer, quiet, read_pairs, tokenize
 
-from reflogp.client import AsyncClient, Client, Job
+from reflogp.client import Client, Job
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from scoring import SHIPPED
@@ -85,7 +86,9 @@ def parse() -> argparse.Namespace:
 def serving(folder: Path, model: Path, *more: str) -> Iterator[Service]:
     """Run a service with its own store and state; yield it when its worker is ready."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    with running("--store", place / "store", "--state", place / "state", "--model", f"ref={model}", *more) as service:
+    with running(
+        "--store", place / "store", "--state", place / "state", "--model", f"ref={model}", "--dtype", "bfloat16", *more
+    ) as service:
         service.worker_ready()
         yield service
 
@@ -185,20 +188,15 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
         offline.append(len(sequences) * TOKENS / (time.perf_counter() - start))
         del engine
 
-        async def ask(url: str) -> float:
-            async with AsyncClient(url) as client:
+        def caller(client: Client, number: int) -> None:
+            for at in range(each):
+                client.score("ref", *asked[number * each + at])
 
-                async def caller(number: int) -> None:
-                    for at in range(each):
-                        await client.score("ref", *asked[number * each + at])
-
-                await client.score("ref", *request(1))
-                start = time.perf_counter()
-                await asyncio.gather(*(caller(number) for number in range(8)))
-                return time.perf_counter() - start
-
-        with serving(folder, model, "--pin", "ref") as service:
-            callers.append(len(sequences) * TOKENS / asyncio.run(ask(service.url)))
+        with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client, ThreadPoolExecutor(8) as threads:
+            client.score("ref", *request(1))
+            start = time.perf_counter()
+            list(threads.map(partial(caller, client), range(8)))
+            callers.append(len(sequences) * TOKENS / (time.perf_counter() - start))
     rates = {"offline_tokens_per_second": statistics.median(offline), "callers_tokens_per_second": statistics.median(callers)}
     return {**rates, "ratio": rates["callers_tokens_per_second"] / rates["offline_tokens_per_second"]}
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKS: dict[str, tuple[list[str], list[str]]] = {
     "": (
         [
-            "from reflogp.client import AsyncClient, Client",
+            "from reflogp.client import Client",
             "from reflogp.store import Store, sequence_keys; sequence_keys([[1]], [[2]])",
         ],
         ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],

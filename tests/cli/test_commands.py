@@ -6,12 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import typer
 
+from reflogp.cli.main import app
+from reflogp.service.registry import with_dtypes
+from reflogp.service.settings import read_settings
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 
@@ -120,7 +126,7 @@ def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
     assert f"reflogp store verify {tmp_path}" in one_sentence(err.replace("reflogp: warning:", ""))
     code, out, _ = reflogp("store", "verify", tmp_path / "store", "--repair", "--json")
     assert code == DONE
-    assert last_object(out)["repaired"]
+    assert [damage["repaired"] for damage in last_object(out)["damaged"]] == [True]
     again = last_object(score(pairs_file, "--json")[1])
     assert again["scored"] == reference["sequences"]
     assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
@@ -194,14 +200,25 @@ def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_fil
     assert reflogp("store", "verify", store, "--reference", whole.name)[0] == DONE
 
 
-STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
+def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its words."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, *path, name)
 
 
-@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["report"], ["export"], ["demo"], ["store"], *STORE_COMMANDS])
-def test_help_teaches(reflogp, command):
+def test_the_help_of_every_command_teaches_by_an_example():
+    found = dict(commands(typer.main.get_command(app)))
+    assert len(found) > 20
+    assert [words for words, command in found.items() if f"Example: reflogp {words} " not in command.help] == []
+
+
+@pytest.mark.parametrize("command", [[], ["jobs"], ["store"], ["score"]])
+def test_help_is_printed(reflogp, command):
     code, out, _ = reflogp(*command, "--help")
     assert code == DONE
-    assert "Usage" in out
+    assert "Usage" in out and "reflogp" in out
 
 
 # Bad input: one clear sentence, the exit code of DESIGN.md, nothing committed is harmed.
@@ -318,7 +335,7 @@ def test_bad_usage(reflogp, reference_folder, pairs_file, tmp_path, change, says
         "score", change.get("model", reference_folder), data, "--store", tmp_path / "s", *change.get("options", [])
     )
     assert code == USAGE
-    assert says in one_sentence(err)
+    assert says in " ".join(err.replace("│", "").split()) and "Traceback" not in err
 
 
 def test_an_output_that_would_overwrite_the_data_is_refused(score, reflogp, reference_folder, pairs_file, tmp_path):
@@ -364,6 +381,18 @@ def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pai
         code, _, err = reflogp(command, *given, *output)
         assert code == USAGE and "in float32 and in bfloat16: say which one to use" in one_sentence(err)
         assert reflogp(command, *given, *output, "--dtype", "bfloat16")[0] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_service_computes_in_the_dtype_that_score_would(reflogp, reference_folder, pairs_file, tmp_path, dtype):
+    given = ("score", reference_folder, pairs_file, "--store", tmp_path / "store", "--device", "cpu")
+    references = {"sft": {"model": str(reference_folder)}}
+    settings = read_settings(None, store=str(tmp_path / "store"), references=references, devices=["cpu"])
+    before = with_dtypes(settings).references["sft"].dtype
+    assert reflogp(*given, *(("--dtype", dtype) if dtype else ()))[0] == DONE
+    [scored] = Store(tmp_path / "store").references()
+    assert with_dtypes(settings).references["sft"].dtype == scored.dtype
+    assert before == "float32" and scored.dtype == (dtype or before)
 
 
 def test_a_file_without_one_readable_row(score, tmp_path):

@@ -1,7 +1,9 @@
 """`reflogp doctor`: what is there is ok, what is missing has a command, what is broken fails."""
 
+import hashlib
 import json
 import shutil
+import tomllib
 
 import pytest
 
@@ -55,15 +57,25 @@ def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_a_service_is_asked_with_the_token(reflogp, tmp_path, token):
-    secret = reflogp("token", "doctor")
-    lines = [line for line in secret[2].splitlines() if line.startswith(("[[", "name", "sha256", "scopes"))]
     settings = tmp_path / "serve.toml"
-    settings.write_text("\n".join([f'store = "{tmp_path / "store"}"', *lines]))
+    settings.write_text(f'store = "{tmp_path / "store"}"')
+    secret = reflogp("token", 'the "doctor"', "--config", settings)[1].strip()
     with running("--config", settings) as service:
         given = ["--token", token] if token else []
         code, out, _ = reflogp("doctor", "--url", service.url, *given)
         assert code == 1
         assert ("does not accept the token" if token else "requires a token") in out
-        code, out, _ = reflogp("doctor", "--url", service.url, "--token", secret[1].strip())
+        code, out, _ = reflogp("doctor", "--url", service.url, "--token", secret)
         assert code == 0
         assert "accepts the token" in out
+
+
+def test_a_token_without_a_settings_file_is_printed_with_its_lines(reflogp):
+    code, out, _ = reflogp("token", "trainers", "--scope", "admin")
+    secret, *lines = out.splitlines()
+    [entry] = tomllib.loads("\n".join(lines))["tokens"]
+    assert (code, entry["name"], entry["scopes"]) == (0, "trainers", ["admin"])
+    assert entry["sha256"] == hashlib.sha256(secret.encode()).hexdigest()
+    assert reflogp("token", "trainers", "--scope", "everything")[0] == 2
+    code, out, err = reflogp("token", "trainers", "--config", "/nowhere/service.toml")
+    assert (code, out) == (2, "") and "cannot be written" in err

@@ -1,6 +1,8 @@
-"""Exports as their readers meet them: each reader is written from the other stack's description, with no code of reflogp."""
+"""Exports, and the recipes of docs/exports.md, as their readers meet them.
 
-import datetime
+Each reader is written from the other stack's description, with no code of reflogp.
+"""
+
 import json
 import re
 import sys
@@ -154,13 +156,6 @@ def short(join, place, joined):
     return join(place / "tokens.jsonl", "short.parquet", "--max-length", "15", scored=False)
 
 
-@pytest.fixture
-def metadata(tmp_path):
-    file = tmp_path / "expected.json"
-    file.write_text(json.dumps(EXPECTED))
-    return file
-
-
 def altered(file: Path, target: Path, change) -> Path:
     """The joined file with its table, note and coverage changed by `change(table, note)`."""
     table = pq.read_table(file)
@@ -213,37 +208,33 @@ def test_open_instruct_means_are_over_the_tokens_that_are_summed(
         assert value == pytest.approx(np.mean(plain_token_logps(model, row["prompt_ids"], ids)), abs=1e-5)
 
 
-def test_megatron_bridge_accepts_the_artifact_and_finds_plain_sums(reflogp, joined, rows, plain, metadata, tmp_path):
-    folder = tmp_path / "artifact"
-    code, out, _ = reflogp("export", joined, "--as", "megatron-bridge", "-o", folder, "--metadata", metadata)
-    assert code == DONE
-    assert "12 pairs" in out
-    records = read_artifact(folder, EXPECTED, ROWS)
+def recipes() -> dict:
+    """What the Python blocks of docs/exports.md define."""
+    found: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "exports.md").read_text("utf-8"), re.DOTALL):
+        exec(compile(block, "docs/exports.md", "exec"), found)
+    return found
+
+
+def test_the_documents_recipe_for_megatron_bridge_writes_what_it_accepts(joined, rows, plain, tmp_path):
+    write = recipes()["write_megatron_bridge"]
+    write(joined, tmp_path / "artifact", EXPECTED, ROWS)
+    records = read_artifact(tmp_path / "artifact", EXPECTED, ROWS)
     for side in ("chosen", "rejected"):
         assert [record[f"ref_{side}_logprob_sum"] for record in records] == pytest.approx(plain[side], abs=1e-4)
         assert [record[f"ref_{side}_num_tokens"] for record in records] == [len(row[f"{side}_ids"]) for row in rows]
-    with pytest.raises(ValueError, match="max_seq_length"):
-        read_artifact(folder, EXPECTED | {"max_seq_length": 1024}, ROWS)
-    with pytest.raises(ValueError, match="cover"):
-        read_artifact(folder, EXPECTED, ROWS + 1)
-    written = json.loads((folder / "scoring_metadata.json").read_text())
-    assert written["num_pairs"] == ROWS
-    assert written["reflogp"]["reference_dtype"] == "float32"
-    assert sorted(path.name for path in folder.iterdir()) == ["ref_logprobs.jsonl", "scoring_metadata.json"]
+    with pytest.raises(ValueError, match="does not have values for every pair"):
+        write(joined, tmp_path / "more", EXPECTED, ROWS + 1)
 
 
-def test_fairseq2_reads_its_own_fields_and_plain_sums_in_every_batch(reflogp, joined, rows, plain, tmp_path):
-    file = tmp_path / "pairs" / "train.jsonl"
-    assert reflogp("export", joined, "--as", "fairseq2", "-o", file)[0] == DONE
-    batches = read_preference_lines(file, batch_size=5)
+def test_the_documents_recipe_for_fairseq2_writes_its_fields_and_plain_sums(joined, rows, plain, tmp_path):
+    recipes()["write_fairseq2"](joined, tmp_path / "train.jsonl", ROWS)
+    batches = read_preference_lines(tmp_path / "train.jsonl", batch_size=5)
     for name in ("src", "tgt_chosen", "tgt_rejected"):
         assert [text for batch in batches for text in batch[name]] == [row[name] for row in rows]
     for side in ("chosen", "rejected"):
         scores = torch.cat([batch[f"reference_score_{side}"] for batch in batches])
         assert scores.numpy() == pytest.approx(plain[side], abs=1e-4)
-    added = {"reference_score_chosen", "reference_score_rejected"}
-    lines = [json.loads(line) for line in file.open()]
-    assert [{name: value for name, value in line.items() if name not in added} for line in lines] == rows
 
 
 def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_reasons(
@@ -268,9 +259,6 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     code, _, err = reflogp("export", cut, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
     assert code == MISSES
     assert "row 11." in err
-    code, _, err = reflogp("export", whole, "--as", "fairseq2", "-o", tmp_path / "x.jsonl")
-    assert code == USAGE
-    assert "use `reflogp join`" in err
     data = write_rows(tmp_path / "bad.jsonl", [*rows[:2], {**rows[2], "chosen_ids": "none"}, *rows[3:]])
     code, _, err = reflogp(
         "export", result(data, "bad.parquet", {5: "it killed a worker"}), *OPEN_INSTRUCT, "dpo", "-o", tmp_path
@@ -280,21 +268,16 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     assert "rows 2 (chosen_ids is not a list of token ids), 5 (it killed a worker)" in err
 
 
-def test_rows_without_values_stop_the_export_and_are_named(reflogp, join, joined, rows, metadata, tmp_path):
+def test_rows_without_values_stop_the_export_and_are_named(reflogp, join, joined, rows, tmp_path):
     """Missing, bad and dropped rows, and rows cut off behind the last that has values."""
     unscored = {**rows[4], "chosen_ids": [11, 12, 13]}
     data = write_rows(tmp_path / "gaps.jsonl", [*rows[:4], unscored, {**rows[5], "prompt_ids": None}, *rows[6:], unscored])
     gaps = join(data, "gaps.parquet", scored=False, code=MISSES)
-    for form in (
-        (*OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out"),
-        ("--as", "megatron-bridge", "--metadata", metadata, "-o", tmp_path / "out"),
-        ("--as", "fairseq2", "-o", tmp_path / "out" / "x.jsonl"),
-    ):
-        code, out, err = reflogp("export", gaps, *form, "--json")
-        assert code == MISSES
-        assert "3 of 13 rows have no values" in err and "rows 4, 5, 12." in err
-        summary = json.loads(out.splitlines()[-1])
-        assert (summary["rows"], summary["written"], summary["missing_row_numbers"]) == (13, 0, [4, 5, 12])
+    code, out, err = reflogp("export", gaps, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out", "--json")
+    assert code == MISSES
+    assert "3 of 13 rows have no values" in err and "rows 4, 5, 12." in err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["rows"], summary["written"], summary["missing_row_numbers"]) == (13, 0, [4, 5, 12])
     dropped = join(tmp_path / "gaps.jsonl", "dropped.parquet", "--max-length", "8", scored=False, code=MISSES)
     code, _, err = reflogp("export", dropped, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out")
     left_out = [at for at, row in enumerate(rows) if len(row["prompt_ids"]) >= 8 or at in (4, 5)]
@@ -318,10 +301,6 @@ def nan_in_row_3(table, note):
     return with_values(table, "ref_chosen_logps", [float("nan") if at == 3 else -1.0 for at in range(ROWS)])
 
 
-def zero_in_row_7(table, note):
-    return with_values(table, "ref_rejected_logps", [0.0 if at == 7 else -1.0 for at in range(ROWS)])
-
-
 def no_tokens_in_row_2(table, note):
     return with_values(table, "ref_chosen_tokens", [0 if at == 2 else 5 for at in range(ROWS)])
 
@@ -338,8 +317,6 @@ def noted(**settings):
     return change
 
 
-FAIRSEQ2 = ("--as", "fairseq2", "-o", "x.jsonl")
-BRIDGE = ("--as", "megatron-bridge", "-o", "artifact", "--metadata", "expected.json")
 DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
 
 
@@ -347,17 +324,13 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
     "change, form, says",
     [
         (nan_in_row_3, DPO, "NaN or infinite (row 3)"),
-        (zero_in_row_7, FAIRSEQ2, "log-prob sums of 0, which fairseq2 treats as missing (row 7)"),
         (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "without tokens (row 2)"),
         (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write the file again"),
-        (without("src"), FAIRSEQ2, "lacks columns that fairseq2 reads (src)"),
         (noted(ld_alpha=0.5), DPO, "was joined with ld_alpha 0.5"),
         (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps the start of each sequence"),
-        (noted(max_length=64), BRIDGE, "run `reflogp join` or `reflogp submit` again without --max-length"),
-        (noted(max_length=64), FAIRSEQ2, "run `reflogp join` or `reflogp submit` again without --max-length"),
     ],
 )
-def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata, tmp_path, monkeypatch, change, form, says):
+def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, tmp_path, monkeypatch, change, form, says):
     monkeypatch.chdir(tmp_path)
     file = altered(joined, tmp_path / "altered.parquet", change)
     before = sorted(tmp_path.iterdir())
@@ -370,26 +343,17 @@ def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata,
 @pytest.mark.parametrize(
     "form, says",
     [
-        (("--as", "open-instruct", "-o", "caches", "--hash", HASH), "requires --loss-type"),
-        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo"), "requires --hash"),
+        (("--as", "open-instruct", "-o", "caches", "--hash", HASH), "--loss-type"),
+        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo"), "--hash"),
         (("--as", "open-instruct", "-o", "caches", "--loss-type", "simpo", "--hash", HASH), "simpo"),
         (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo", "--hash", "../secret"), "16 digits"),
-        (("--as", "megatron-bridge", "-o", "artifact"), "requires --metadata"),
-        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "nowhere.json"), "cannot be read"),
-        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "list.json"), "does not contain a JSON object"),
-        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "few.json"), "lacks tokenizer, max_seq_length"),
-        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "other.json"), "num_pairs is 99, but"),
-        (("--as", "fairseq2", "-o", "pairs.json"), ".jsonl"),
-        ((*FAIRSEQ2, "--hash", HASH), "--hash does not apply to --as fairseq2"),
-        (("--as", "trl", "-o", "x"), "trl"),
-        (("--as", "fairseq2", "-o", "expected.json/x.jsonl"), "cannot be written"),
+        (("--as", "open-instruct", "-o", "file", "--loss-type", "dpo", "--hash", HASH), "cannot be written"),
+        (("--as", "trl", "-o", "x", "--loss-type", "dpo", "--hash", HASH), "trl"),
     ],
 )
-def test_bad_usage(reflogp, joined, metadata, tmp_path, monkeypatch, form, says):
+def test_bad_usage(reflogp, joined, tmp_path, monkeypatch, form, says):
     monkeypatch.chdir(tmp_path)
-    Path("list.json").write_text("[]")
-    Path("few.json").write_text(json.dumps({"dataset": "org/pairs"}))
-    Path("other.json").write_text(json.dumps(EXPECTED | {"num_pairs": 99}))
+    Path("file").write_text("")
     before = sorted(tmp_path.iterdir())
     code, _, err = reflogp("export", joined, *form)
     assert code == USAGE
@@ -413,29 +377,6 @@ def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, plac
     assert "KTO rows" in err
 
 
-def test_an_export_that_fails_leaves_what_was_there(reflogp, joined, metadata, tmp_path):
-    file = tmp_path / "train.jsonl"
-    file.write_text("the old one\n")
-    dates = [datetime.date(2026, 1, 1)] * ROWS
-    dated = altered(joined, tmp_path / "dated.parquet", lambda table, note: table.append_column("day", pa.array(dates)))
-    code, _, err = reflogp("export", dated, "--as", "fairseq2", "-o", file)
-    assert code == USAGE
-    assert "row 0" in err and "JSON" in err
-    assert file.read_text() == "the old one\n"
-    folder = tmp_path / "artifact"
-    bridge = ("export", joined, "--as", "megatron-bridge", "-o", folder, "--metadata", metadata)
-    assert reflogp(*bridge)[0] == DONE
-    (folder / "ref_logprobs.jsonl").unlink()
-    (folder / "ref_logprobs.jsonl").mkdir()  # the rename of the first of two files fails
-    assert reflogp(*bridge)[0] == USAGE
-    with pytest.raises(ValueError, match=r"no scoring_metadata\.json"):
-        read_artifact(folder, EXPECTED, ROWS)
-    (folder / "ref_logprobs.jsonl").rmdir()
-    assert not list(tmp_path.rglob("*.partial"))
-    assert reflogp(*bridge)[0] == DONE
-    assert len(read_artifact(folder, EXPECTED, ROWS)) == ROWS
-
-
 def test_without_torch_the_export_says_what_to_install(reflogp, joined, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     code, _, err = reflogp("export", joined, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
@@ -446,10 +387,7 @@ def test_without_torch_the_export_says_what_to_install(reflogp, joined, tmp_path
 
 def test_the_documents_token_row_splits_what_a_stack_scores():
     """The function that docs/exports.md gives, on rows as open-instruct and Megatron-Bridge hold them."""
-    [code] = [block for block in re.findall(r"```python\n(.*?)```", read_docs(), re.DOTALL) if "def token_row" in block]
-    space: dict = {}
-    exec(compile(code, "docs/exports.md", "exec"), space)
-    token_row = space["token_row"]
+    token_row = recipes()["token_row"]
     chosen, labels = [1, 2, 3, 4, 5], [-100, -100, 3, 4, 5]
     rejected, mask = [1, 2, 9], [False, False, True]
     expected = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [9]}
@@ -458,20 +396,3 @@ def test_the_documents_token_row_splits_what_a_stack_scores():
         token_row(chosen, [False, False, True, True, True], [1, 7, 9], mask)
     with pytest.raises(ValueError, match="scattered tokens"):
         token_row(chosen, [False, False, True, False, True], rejected, mask)
-
-
-def test_help_teaches_what_the_values_belong_to(reflogp, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    code, out, _ = reflogp("export", "--help")
-    said = " ".join(out.replace("│", " ").split())
-    assert code == DONE
-    for words in (
-        "Each value belongs to an exact sequence of tokens",
-        "Reference logprobs cache path",
-        "expected_scoring_metadata",
-    ):
-        assert words in said
-
-
-def read_docs() -> str:
-    return (REPOSITORY / "docs" / "exports.md").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 """Online scoring over HTTP: values against plain forwards, and what happens when many ask at once."""
 
-import asyncio
 import json
 import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.client import AsyncClient, Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
+from reflogp.client import Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -149,13 +149,10 @@ def test_a_mask_that_fits_no_row_is_named(client, mask, said):
     assert list(caught.value.problems) == [1] and said in caught.value.problems[1]
 
 
-def test_many_callers_share_packs_and_each_gets_its_own(service, model):
-    async def ask():
-        async with AsyncClient(service.url) as client:
-            asked = [sequences(3, seed=100 + n) for n in range(24)]
-            return asked, await asyncio.gather(*(client.score("ref", *pair) for pair in asked))
-
-    asked, answers = asyncio.run(ask())
+def test_many_callers_share_packs_and_each_gets_its_own(client, model):
+    asked = [sequences(3, seed=100 + n) for n in range(24)]
+    with ThreadPoolExecutor(24) as callers:
+        answers = list(callers.map(lambda pair: client.score("ref", *pair), asked))
     for (prompts, completions), scores in zip(asked, answers, strict=True):
         for prompt, completion, values in zip(prompts, completions, scores.token_logps, strict=True):
             assert values == pytest.approx(plain_token_logps(model, prompt, completion), abs=2e-4)
@@ -271,16 +268,12 @@ def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, window_seconds=0.2)
     with running("--config", file, warm=warm_python) as service:
         service.worker_ready()
-
-        async def ask():
-            async with AsyncClient(service.url) as client:
-                good = [client.score("ref", *sequences(2, seed=300 + n)) for n in range(3)]
-                bad = client.score("ref", [[1, 2]], [POISON])
-                return await asyncio.gather(*good, bad, return_exceptions=True)
-
-        *good, bad = asyncio.run(ask())
-    assert isinstance(bad, ServiceFailedError) and "workers died" in str(bad)
-    assert all(len(scores.token_logps) == 2 for scores in good)
+        with Client(service.url) as client, ThreadPoolExecutor(4) as callers:
+            good = [callers.submit(client.score, "ref", *sequences(2, seed=300 + n)) for n in range(3)]
+            bad = callers.submit(client.score, "ref", [[1, 2]], [POISON])
+            with pytest.raises(ServiceFailedError, match="workers died"):
+                bad.result()
+            assert all(len(scores.result().token_logps) == 2 for scores in good)
 
 
 @pytest.mark.slow

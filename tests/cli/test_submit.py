@@ -1,7 +1,7 @@
 """`reflogp submit` and `reflogp jobs` as a person meets them, against a service as it runs."""
 
-import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
 from reflogp.client import Client
 from tests.client.test_jobs_client import made_up_rows
@@ -92,6 +91,17 @@ def test_a_job_that_cannot_be_done_fails(reflogp, url, tmp_path):
     assert not (tmp_path / "values.parquet").exists()
 
 
+def test_notes_about_the_rows_are_told_by_submit_and_show(reflogp, url, tmp_path):
+    rows = [{"question": f"q {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(3)]
+    rows = [{**row, "prompt": ""} for row in rows]
+    code, out, _ = reflogp("submit", url, write_rows(tmp_path / "bare.jsonl", rows), "--reference", "sft", "--watch")
+    assert code == DONE
+    for said in ("note: 3 rows have no prompt", "the file has question; rename the column"):
+        assert said in out
+    job = last_object(reflogp("jobs", "ls", url, "--limit", 1, "--json")[1])["jobs"][0]["id"]
+    assert "note: 3 rows have no prompt" in reflogp("jobs", "show", url, job)[1]
+
+
 def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_rows):
     data = write_rows(folder / "data" / "there.jsonl", pair_rows[46:48])
     code, out, _ = reflogp("submit", url, data, "--reference", "sft", "--on-service", "--watch", "--json")
@@ -106,7 +116,7 @@ def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_row
         (["{url}", "nothing.jsonl", "--reference", "sft"], "no such file"),
         (["{url}", "{folder}", "--reference", "sft"], "--on-service"),
         (["{url}", "{pairs}"], "--reference"),
-        (["{url}", "{pairs}", "--reference", "nobody"], "nobody"),
+        (["{url}", "{pairs}", "--reference", "nobody"], "reflogp doctor --url {url}"),
         (["{url}", "{pairs}", "--reference", "sft", "--output", "x.csv"], ".parquet"),
         (["{url}", "{pairs}", "--reference", "sft", "--output", "/nowhere/x.parquet"], "is not a folder"),
         (["{url}", "{pairs}", "--reference", "sft", "--format", "xml"], "--format"),
@@ -118,7 +128,7 @@ def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_row
 def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, says):
     code, out, err = reflogp("submit", *(a.format(url=url, folder=folder, pairs=pairs_file) for a in arguments))
     assert (code, out) == (USAGE, "")
-    assert says in err
+    assert says.format(url=url) in " ".join(err.split())
 
 
 def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
@@ -127,7 +137,7 @@ def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
     assert (code, "the request to http://127.0.0.1:9 failed" in err) == (FAILED, True)
 
 
-def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
+def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
     data = write_rows(tmp_path / "listed.jsonl", pair_rows[48:50])
     title = "[red]not red[/red]\x1b[2J"
     made = last_object(reflogp("submit", url, data, "--reference", "sft", "--title", title, "--watch", "--json")[1])
@@ -139,13 +149,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
     listed = last_object(reflogp("jobs", "ls", url, "--state", "done", "--json")[1])
     assert made["id"] in [job["id"] for job in listed["jobs"]]
     assert listed["counts"]["done"] >= 1
-    code, out, _ = reflogp("jobs", "ls", url, "--before", made["id"])
-    assert (code, made["id"] in out) == (DONE, False)
-    monkeypatch.setattr("reflogp.cli.jobs.out", Console(force_terminal=True, width=80, file=(terminal := io.StringIO())))
-    reflogp("jobs", "ls", url, "--limit", 1)
-    lines = terminal.getvalue().splitlines()
-    assert made["id"] in lines[1] and "done" in lines[1], lines
-    monkeypatch.undo()
+    assert out.split()[:5] == [made["id"], "done", "4", "of", "4"] and "-listed.jsonl" in out
     assert reflogp("jobs", "ls", url, "--state", "asleep")[0] == USAGE
     assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
 
@@ -168,19 +172,13 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     assert last_object(reflogp("jobs", "show", url, job, "--json")[1])["state"] == "running"
     assert reflogp("jobs", "retry", url, job)[0] == FAILED
     assert reflogp("jobs", "result", url, job, "-o", tmp_path / "v.parquet")[0] == FAILED
-    cancel = next(line for line in err.splitlines() if "cancel it:" in line).split("reflogp ")[1]
+    cancel = err.strip().rpartition("cancel it: reflogp ")[2]
     assert reflogp(*cancel.split())[0] == DONE
     code, out, _ = reflogp("jobs", "show", url, job, "--watch")
     assert code == FAILED
     assert "was cancelled" in out
-    code, out, _ = reflogp("jobs", "retry", url, job, "--json")
+    code, _, err = reflogp("jobs", "result", url, job, "-o", tmp_path / "v.parquet")
+    advice = re.search(r"`reflogp (jobs retry [^`]*)`", err)[1]  # as the service says it for a caller of the route
+    code, out, _ = reflogp(*advice.split(), "--json")
     assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
     assert reflogp("jobs", "cancel", url, job)[0] == DONE
-
-
-@pytest.mark.parametrize("command", [[], ["ls"], ["show"], ["cancel"], ["retry"], ["result"]])
-def test_help_teaches_by_example(reflogp, command):
-    for arguments in (["submit"], ["jobs", *command]):
-        code, out, _ = reflogp(*arguments, "--help")
-        assert code == DONE
-        assert "Example: reflogp " in " ".join(out.split())

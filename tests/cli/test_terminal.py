@@ -79,7 +79,7 @@ def test_names_of_files(reflogp, tmp_path, name):
     for arguments in (
         ("score", name, name, "--store", tmp_path / "store"),
         ("store", "ls", name),
-        ("export", name, "--as", "fairseq2", "-o", name),
+        ("export", name, "--as", "open-instruct", "--hash", name, "--loss-type", "dpo", "-o", name),
         ("jobs", "ls", name),
         ("serve", "--store", name, "--config", name),
         ("score", name, "--max-length", name),
@@ -129,27 +129,10 @@ def test_what_a_service_says_of_a_job(capsys):
     done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1}}
     for job in (a_job(), a_job(state="queued"), a_job(state=ALL + MARKUP), a_job(**done)):
         jobs._describe(job)
-        jobs._print(jobs._listed([job], narrow=False))
-        jobs._print(jobs._listed([job], narrow=True))
+        console.out.print("  ".join(jobs._row(job)))
         jobs.print_outcome(job)
     out, err = capsys.readouterr()
     assert harmless(out) and harmless(err) and "[red]not red" in out
-
-
-@pytest.mark.parametrize("width", [None, 80, 100])
-def test_a_list_of_jobs_shows_all_of_each_text(monkeypatch, width):
-    sink = io.StringIO()
-    monkeypatch.setattr(jobs, "out", SafeConsole(file=sink, force_terminal=width is not None, color_system=None, width=width))
-    dataset, reference = "ultrafeedback-binarized-train-00001.jsonl.gz", "sft-llama-3-70b-instruct"
-    fields = {"settings": {"reference": reference}, "dataset": {"upload": dataset}, "state": "running", "submitted_by": "me"}
-    listed = a_job(id="4f1c9a02d77be310", progress={"sequences": 123456, "done": 100000}, **fields)
-    jobs._print(jobs._listed([listed], narrow=width is not None))
-    first, *lines = sink.getvalue().splitlines()
-    assert all(len(line) <= (width or 1000) for line in lines) and (width or len(lines) == 1)
-    starts = [first.index(name) for name in ("reference", "dataset")]
-    columns = ["".join(line[start:end].strip() for line in lines) for start, end in zip(starts, [starts[1], None], strict=True)]
-    assert columns[0] == reference and columns[1].startswith(dataset)
-    assert "100,000 of" in lines[0] and "123,456" in lines[0] + lines[-1] + lines[1 % len(lines)]
 
 
 def test_progress_without_a_terminal_is_lines(monkeypatch):

@@ -1,12 +1,14 @@
-"""Test jobs, uploads and online scoring with both clients, against a running service."""
+"""Jobs, uploads and online scoring with the client, against a running service and against answers of a made-up one."""
 
-import asyncio
 import hashlib
+import inspect
 import json
 import random
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,14 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import (
-    AsyncClient,
     Client,
     DeadlineExceededError,
     JobFailedError,
-    JobSettings,
     NotAllowedError,
     RequestRefusedError,
     SequencesRefusedError,
+    ServiceBusyError,
+    ServiceError,
     ServiceFailedError,
     ServicePath,
     ServiceUnreachableError,
@@ -31,7 +33,7 @@ from reflogp.client import (
     Uploaded,
     jobs,
     protocol,
-    scoring,
+    tables,
 )
 from reflogp.client.events import EventParser, Following
 from reflogp.service import models as service_models
@@ -110,7 +112,6 @@ JOB = {
     "finished_at": None,
     "attempts": 1,
     "progress": {"rows": 3, "done": 2, "phase": "of a newer service"},
-    "throughput": [[1, 2.5]],
     "error": None,
     "summary": None,
     "owner": "a newer service's field",
@@ -119,10 +120,10 @@ JOB = {
 
 def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
     job = jobs.job_from(JOB)
-    assert (job.state, job.progress.done, job.progress.hits, job.throughput) == ("running", 2, 0, [(1.0, 2.5)])
+    assert (job.state, job.progress.done, job.progress.hits) == ("running", 2, 0)
     assert job.created_at.utcoffset().total_seconds() == 0
     assert json.loads(json.dumps(job.as_dict()))["started_at"] == "2026-11-21T09:21:00+00:00"
-    for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}, {**JOB, "throughput": [1]}):
+    for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}):
         with pytest.raises(ServiceFailedError, match="cannot be read"):
             jobs.job_of(httpx.Response(200, json=broken))
     with pytest.raises(ServiceFailedError, match="cannot be read"):
@@ -186,12 +187,62 @@ def test_the_end_of_a_watchs_time_names_its_cause():
         following.call()
 
 
-def question(call: protocol.Call) -> dict:
-    return pa.ipc.open_stream(call.content).read_all().to_pydict()
+def question(request: httpx.Request) -> dict:
+    return pa.ipc.open_stream(request.read()).read_all().to_pydict()
 
 
-def ask(prompts, completions, deadline=None) -> protocol.Call:
-    return next(scoring.scoring("sft", scoring.sequences(prompts, completions), 1.0, True, False, deadline, None))
+def scored(request: httpx.Request) -> httpx.Response:
+    """Answer a score request: values are the ids of the completion; one that begins with 99 is refused."""
+    completions = question(request)["completion_ids"]
+    bad = [bool(ids) and ids[0] == 99 for ids in completions]
+    columns = {
+        "token_logps": pa.array(
+            [None if no else ids for no, ids in zip(bad, completions, strict=True)], pa.list_(pa.float32())
+        ),
+        "error": pa.array(["cannot be scored" if no else None for no in bad], pa.string()),
+    }
+    about = {"reference_id": "r", "hits": str(len(bad)), "engine_seconds": "1", "queue_seconds": "2"}
+    return httpx.Response(200, content=stream_bytes(pa.table(columns).replace_schema_metadata(about)))
+
+
+class MadeUp:
+    """A client of a made-up service: `answer` is called with each request, or is what each attempt comes to."""
+
+    def __init__(self, monkeypatch, answer: Callable[[httpx.Request], httpx.Response] | httpx.Response | Exception) -> None:
+        self.requests: list[httpx.Request] = []
+        self.pauses: list[float] = []
+        monkeypatch.setattr(time, "sleep", self.pauses.append)
+        self.client = Client("http://service")
+        self.client._http = httpx.Client(base_url="http://service", transport=httpx.MockTransport(self._handle))
+        self._answer = answer
+
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        if isinstance(self._answer, httpx.Response):
+            return httpx.Response(self._answer.status_code, headers=self._answer.headers)
+        return self._answer(request)
+
+    def attempts(self, call: Callable[[Client], object]) -> int:
+        """Return how often a call that fails is sent."""
+        before = len(self.requests)
+        with pytest.raises(ServiceError):
+            call(self.client)
+        return len(self.requests) - before
+
+
+@pytest.fixture
+def asked(monkeypatch) -> Callable[..., dict]:
+    """Return what a service is asked for a call of `score`."""
+
+    def ask(prompts, completions) -> dict:
+        made_up = MadeUp(monkeypatch, scored)
+        made_up.client.score("sft", prompts, completions)
+        [request] = made_up.requests
+        return question(request)
+
+    return ask
 
 
 @pytest.mark.parametrize(
@@ -203,70 +254,106 @@ def ask(prompts, completions, deadline=None) -> protocol.Call:
         (pa.chunked_array([[[1, 2]], [[]]], pa.list_(pa.int64())), [(3,), (4, 5)]),
     ],
 )
-def test_token_ids_come_in_many_shapes_and_leave_in_one(prompts, completions):
-    assert question(ask(prompts, completions)) == {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]]}
+def test_token_ids_come_in_many_shapes_and_leave_in_one(asked, prompts, completions):
+    assert asked(prompts, completions) == {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]]}
 
 
-def test_a_matrix_of_token_ids_is_rows():
-    assert question(ask(np.arange(6).reshape(2, 3), np.ones((2, 1), int)))["prompt_ids"] == [[0, 1, 2], [3, 4, 5]]
-    assert question(ask([], [])) == {"prompt_ids": [], "completion_ids": []}
+def test_a_matrix_of_token_ids_is_rows(asked):
+    assert asked(np.arange(6).reshape(2, 3), np.ones((2, 1), int))["prompt_ids"] == [[0, 1, 2], [3, 4, 5]]
+    assert asked([], []) == {"prompt_ids": [], "completion_ids": []}
 
 
 @pytest.mark.parametrize("wrong", [["text"], [None], [[None]], [[-1]], [[2**32]], 5, [1, 2], [["a"]], pa.array([[1.5]])])
-def test_what_is_no_token_id_is_refused_before_it_is_sent(wrong):
+def test_what_is_no_token_id_is_refused_before_it_is_sent(asked, wrong):
     with pytest.raises(UsageError, match="completions"):
-        ask([[1]] * 2 if wrong == [1, 2] else [[1]], wrong)
+        asked([[1]] * 2 if wrong == [1, 2] else [[1]], wrong)
 
 
-def test_score_wants_as_many_prompts_as_completions_and_time():
+def test_score_wants_as_many_prompts_as_completions_and_time(monkeypatch):
+    client = MadeUp(monkeypatch, scored).client
     with pytest.raises(UsageError, match=r"number of completions \(1\) must equal the number of prompts \(2\)"):
-        ask([[1], [2]], [[1]])
+        client.score("sft", [[1], [2]], [[1]])
     for deadline in (0, -1, float("nan")):
         with pytest.raises(UsageError, match="deadline"):
-            ask([[1]], [[1]], deadline)
+            client.score("sft", [[1]], [[1]], deadline=deadline)
 
 
 REFUSED, SILENT, CUT = httpx.ConnectError("refused"), httpx.ReadTimeout("silent"), httpx.ReadError("cut")
 
 
-def again(call: protocol.Call, outcome, attempt: int = 1) -> bool:
-    try:
-        return protocol.pause_after(outcome, call, attempt, "http://service") is not None
-    except (protocol.ServiceError, DeadlineExceededError):
-        return False
+@pytest.mark.parametrize(
+    ("outcome", "lookup", "score", "retry"),
+    [
+        (REFUSED, 5, 5, 5),
+        (httpx.Response(503), 5, 5, 5),
+        (httpx.Response(429), 5, 5, 5),
+        (httpx.Response(500), 1, 1, 1),
+        (httpx.Response(400), 1, 1, 1),
+        (SILENT, 5, 1, 1),
+        (CUT, 5, 5, 1),
+    ],
+    ids=str,
+)
+def test_how_often_a_call_is_sent_after_which_failure(monkeypatch, outcome, lookup, score, retry):
+    made_up = MadeUp(monkeypatch, outcome)
+    assert made_up.attempts(lambda client: client.references()) == lookup
+    assert made_up.attempts(lambda client: client.score("sft", [[1]], [[1]])) == score
+    assert made_up.attempts(lambda client: client.retry("x")) == retry
+    assert len({request.headers["x-request-id"] for request in made_up.requests}) == 3  # one id a call, not an attempt
 
 
-def test_what_is_sent_again_after_which_failure():
-    lookup, score, retry = protocol.references_call(), ask([[1]], [[1]]), jobs.retry_call("x")
-    for call in (lookup, score, retry):
-        assert again(call, REFUSED)
-        assert again(call, httpx.Response(503))
-        assert again(call, httpx.Response(429))
-        assert not again(call, httpx.Response(500))
-        assert not again(call, httpx.Response(400))
-        assert not again(call, REFUSED, protocol.TRIES)
-    assert [again(call, SILENT) for call in (lookup, score, retry)] == [True, False, False]
-    assert [again(call, CUT) for call in (lookup, score, retry)] == [True, True, False]
+def test_a_deadline_bounds_tries_and_pauses_and_tells_the_service_what_is_left(monkeypatch):
+    made_up = MadeUp(monkeypatch, httpx.Response(429, headers={"retry-after": "3"}))
+    with pytest.raises(ServiceBusyError):
+        made_up.client.score("sft", [[1]], [[1]], deadline=2)
+    assert 1_000 < int(made_up.requests[0].url.params["deadline_ms"]) <= 2_000
+    assert made_up.pauses == [] and len(made_up.requests) == 1
 
+    def refused_ten_times(request):
+        return scored(request) if len(made_up.requests) > 10 else httpx.Response(503)
 
-def test_a_deadline_bounds_tries_and_pauses_and_tells_the_service_what_is_left():
-    call = ask([[1]], [[1]], deadline=30)
-    assert again(call, REFUSED, 100)
-    assert not again(ask([[1]], [[1]], deadline=2), httpx.Response(429, headers={"retry-after": "3"}))
-    assert 29_000 < protocol.arguments(call)["params"]["deadline_ms"] <= 30_000
-    late = ask([[1]], [[1]], deadline=0.01)
-    time.sleep(0.02)
-    assert protocol.arguments(late)["params"]["deadline_ms"] >= 1
+    made_up = MadeUp(monkeypatch, refused_ten_times)
+    assert made_up.client.score("sft", [[1]], [[1]], deadline=60).hits == 1
+    assert len(made_up.requests) == 11
+
+    def late(request):
+        threading.Event().wait(0.02)
+        raise SILENT
+
     with pytest.raises(DeadlineExceededError, match="within the deadline"):
-        protocol.pause_after(SILENT, late, 1, "http://service")
-    with pytest.raises(ServiceUnreachableError, match="refused"):
-        protocol.pause_after(REFUSED, late, 1, "http://service")
+        MadeUp(monkeypatch, late).client.score("sft", [[1]], [[1]], deadline=0.01)
 
 
-def test_a_busy_services_word_is_kept():
-    assert 3 <= protocol.pause_seconds(httpx.Response(429, headers={"retry-after": "3"}), 1) <= 3.1
-    assert protocol.pause_seconds(httpx.Response(503, headers={"retry-after": "9999"}), 1) == protocol.LONGEST_PAUSE
+def test_a_busy_services_word_is_kept(monkeypatch):
+    for said, least, most in (("3", 3, 3.1), ("9999", protocol.LONGEST_PAUSE, protocol.LONGEST_PAUSE)):
+        made_up = MadeUp(monkeypatch, httpx.Response(429, headers={"retry-after": said}))
+        made_up.attempts(lambda client: client.references())
+        assert len(made_up.pauses) == protocol.TRIES - 1
+        assert all(least <= pause <= most for pause in made_up.pauses)
     assert all(protocol.pause_seconds(REFUSED, attempt) <= protocol.LONGEST_PAUSE for attempt in (1, 10, 10_000))
+
+
+def test_a_submission_whose_answer_was_lost_is_sent_again_with_the_same_content_and_key(monkeypatch):
+    made_up = MadeUp(monkeypatch, lambda request: httpx.Response(200, json=JOB) if len(made_up.requests) > 1 else lost())
+
+    def lost():
+        raise CUT
+
+    assert made_up.client.submit(Uploaded("a.jsonl"), "sft", max_length=5, idempotency_key="nightly").id == JOB["id"]
+    first, second = made_up.requests
+    assert first.read() == second.read() and json.loads(first.read())["max_length"] == 5
+    assert first.headers["idempotency-key"] == second.headers["idempotency-key"] == "nightly"
+
+
+def test_a_cancelled_job_is_cancelled_again_without_an_error(monkeypatch):
+    def answer(request):
+        return httpx.Response(409) if request.method == "DELETE" else httpx.Response(200, json={**JOB, "state": state})
+
+    state = "cancelled"
+    assert MadeUp(monkeypatch, answer).client.cancel("x").state == "cancelled"
+    state = "done"
+    with pytest.raises(RequestRefusedError):
+        MadeUp(monkeypatch, answer).client.cancel("x")
 
 
 # --- with a service ---
@@ -338,7 +425,6 @@ def test_a_long_file_is_sent_in_bounded_memory(client, tmp_path):
             out.write(b" " * (1 << 20))
     tracemalloc.start()
     sent = client.upload(file)
-    asyncio.run(in_async(client.url, lambda other: other.upload(file, "again.jsonl")))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sent.bytes == 48 << 20
@@ -373,35 +459,9 @@ def test_what_is_no_file_here_says_what_to_give(client, tmp_path):
         client.submit(Uploaded("never-sent.jsonl"), "sft")
 
 
-def test_job_settings_are_those_of_the_service_and_others_are_refused_before_the_upload(client, tmp_path):
-    assert {"reference", *JobSettings.__annotations__} == set(service_models.JobSettings.model_fields)
-    with pytest.raises(TypeError, match="unknown job setting max_len; choose from format, max_length"):
-        client.submit(tmp_path / "nothing.jsonl", "sft", max_len=1024)
-
-
-async def in_async(url, work):
-    async with AsyncClient(url) as client:
-        return await work(client)
-
-
-def test_the_async_client_does_the_same(client, tmp_path, pair_rows):
-    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[70:80])
-    seen = []
-
-    async def work(other: AsyncClient):
-        job = await other.submit(file, "sft", max_length=300)
-        done = await other.watch(job.id, seen.append, check=True)
-        await other.result(job.id, tmp_path / "values.parquet")
-        scores = await other.score("sft", [[5, 6], [7]], [[8, 9], [10]])
-        return done, await other.report(job.id), await other.jobs(limit=1), await other.job(job.id), scores
-
-    done, report, page, found, scores = asyncio.run(in_async(client.url, work))
-    assert done == found == client.job(done.id) == seen[-1]
-    assert report == client.report(done.id)
-    assert page.jobs == client.jobs(limit=1).jobs
-    assert pq.read_table(tmp_path / "values.parquet").equals(pq.read_table(client.result(done.id, tmp_path / "again.parquet")))
-    again = client.score("sft", [[5, 6], [7]], [[8, 9], [10]])
-    assert [a.tolist() for a in again.token_logps] == [a.tolist() for a in scores.token_logps]
+def test_job_settings_are_those_of_the_service():
+    arguments = set(inspect.signature(Client.submit).parameters) - {"self", "dataset", "split", "idempotency_key"}
+    assert arguments == set(service_models.JobSettings.model_fields)
 
 
 def test_jobs_come_in_pages(client, tmp_path, pair_rows):
@@ -455,8 +515,6 @@ def test_score_keeps_to_its_deadline(client):
     with pytest.raises(DeadlineExceededError):
         client.score("sft", prompts, completions, deadline=0.2)
     assert time.monotonic() - begin < 5
-    with pytest.raises(DeadlineExceededError):
-        asyncio.run(in_async(client.url, lambda other: other.score("sft", prompts, completions, deadline=0.2)))
     with pytest.raises(RequestRefusedError, match="reference"):
         client.score("nobody", [[1]], [[2]])
 
@@ -477,8 +535,6 @@ def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
     begin = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"running after 0\.5 seconds"):
         client.watch(job.id, timeout=0.5)
-    with pytest.raises(DeadlineExceededError):
-        asyncio.run(in_async(client.url, lambda other: other.watch(job.id, timeout=0.5)))
     assert time.monotonic() - begin < 5
     client.cancel(job.id)
     assert client.watch(job.id, timeout=120).state == "cancelled"
@@ -565,12 +621,11 @@ def test_a_token_is_needed_where_there_are_tokens(narrow, pairs_file):
 def test_ranks_that_a_full_queue_refused_come_again_and_are_served(narrow):
     rows = made_up_rows(2, 24)
 
-    async def ask_all():
-        async with AsyncClient(narrow, token=TOKEN) as client:
-            asked = (client.score("sft", [row["prompt_ids"]] * 3, [row["chosen_ids"]] * 3, deadline=90) for row in rows)
-            return await asyncio.gather(*asked)
+    def ask(row: dict):
+        return client.score("sft", [row["prompt_ids"]] * 3, [row["chosen_ids"]] * 3, deadline=90)
 
-    answers = asyncio.run(ask_all())
+    with Client(narrow, token=TOKEN) as client, ThreadPoolExecutor(24) as ranks:
+        answers = list(ranks.map(ask, rows))
     assert [[len(values) for values in scores.token_logps] for scores in answers] == [[300] * 3] * 24
     metrics = httpx.get(f"{narrow}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
     refused = next(line for line in metrics.splitlines() if line.startswith('reflogp_score_refused_total{why="queue"}'))
@@ -596,84 +651,64 @@ def test_the_token_of_the_environment_is_used(monkeypatch):
         assert client._http.headers["authorization"] == "Bearer from-there"
 
 
-def scored(call: protocol.Call) -> httpx.Response:
-    """Return a service's answer to a score request.
+def limited(most: int) -> Callable[[httpx.Request], httpx.Response]:
+    """A service that accepts `most` sequences or keys in a request."""
 
-    Values are the ids of the completion; one that begins with 99 is refused.
-    """
-    completions = question(call)["completion_ids"]
-    bad = [ids[0] == 99 for ids in completions]
-    columns = {
-        "token_logps": pa.array(
-            [None if no else ids for no, ids in zip(bad, completions, strict=True)], pa.list_(pa.float32())
-        ),
-        "error": pa.array(["cannot be scored" if no else None for no in bad], pa.string()),
-    }
-    about = {"reference_id": "r", "hits": str(len(bad)), "engine_seconds": "1", "queue_seconds": "2"}
-    return httpx.Response(200, content=stream_bytes(pa.table(columns).replace_schema_metadata(about)))
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked = question(request)
+        if len(next(iter(asked.values()))) > most:
+            return httpx.Response(413, json={"detail": "more than allowed", "next_step": "send fewer"})
+        return looked_up(request) if "key" in asked else scored(request)
+
+    return answer
 
 
-def driven(plan, most: int) -> tuple[object, list[int]]:
-    """Return (result of a plan, sizes of its requests) for a service that accepts `most` sequences or keys in a request."""
-    sizes, call = [], next(plan)
-    while True:
-        asked = question(call)
-        count = len(next(iter(asked.values())))
-        sizes.append(count)
-        try:
-            if count > most:
-                call = plan.throw(RequestRefusedError("more than allowed", 413, "send fewer"))
-            elif "key" in asked:
-                call = plan.send(looked_up(call))
-            else:
-                call = plan.send(scored(call))
-        except StopIteration as end:
-            return end.value, sizes
-
-
-def looked_up(call: protocol.Call) -> httpx.Response:
-    keys = question(call)["key"]
-    snapshot = call.params.get("snapshot", 7)
+def looked_up(request: httpx.Request) -> httpx.Response:
+    keys = question(request)["key"]
     columns = {
         "scored_len": pa.array([key[0] or None for key in keys], pa.int32()),
         "logp_sum": pa.array([float(key[0]) or None for key in keys], pa.float64()),
         "token_logps": pa.array([[float(key[0])] * key[0] or None for key in keys], pa.list_(pa.float32())),
     }
-    about = {"reference_id": "r", "snapshot": str(snapshot)}
+    about = {"reference_id": "r", "snapshot": request.url.params.get("snapshot", "7")}
     return httpx.Response(200, content=stream_bytes(pa.table(columns).replace_schema_metadata(about)))
 
 
-def scoring_plan(prompts, completions, **more):
-    return scoring.scoring("sft", scoring.sequences(prompts, completions, **more), 1.0, True, False, None, None)
+def sizes(made_up: MadeUp) -> list[int]:
+    return [len(next(iter(question(request).values()))) for request in made_up.requests]
 
 
 def test_large_scores_are_divided_by_sequences_and_by_tokens_and_come_back_in_order(monkeypatch):
     completions = [[n + 100, n] for n in range(1000)]
-    scores, sizes = driven(scoring_plan([[1]] * 1000, completions, attention_masks=[[1, 1, 1]] * 1000), most=300)
+    made_up = MadeUp(monkeypatch, limited(300))
+    scores = made_up.client.score("sft", [[1]] * 1000, completions, attention_masks=[[1, 1, 1]] * 1000)
     assert [values.tolist() for values in scores.token_logps] == completions
-    assert sizes == [1000, 500, 250, 250, 250, 250] and scores.hits == 1000 and scores.engine_seconds == 4
-    monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", 30)
-    scores, sizes = driven(scoring_plan([[1]] * 25, [[n, n] for n in range(24)] + [[7] * 100]), most=300)
-    assert sizes == [10, 10, 4, 1] and len(scores.token_logps[-1]) == 100
+    assert sizes(made_up) == [1000, 500, 250, 250, 250, 250] and scores.hits == 1000 and scores.engine_seconds == 4
+    monkeypatch.setattr(tables, "TOKENS_AT_ONCE", 30)
+    made_up = MadeUp(monkeypatch, limited(300))
+    scores = made_up.client.score("sft", [[1]] * 25, [[n, n] for n in range(24)] + [[7] * 100])
+    assert sizes(made_up) == [10, 10, 4, 1] and len(scores.token_logps[-1]) == 100
 
 
-def test_sequences_that_are_refused_in_any_part_are_named_by_their_place():
+def test_sequences_that_are_refused_in_any_part_are_named_by_their_place(monkeypatch):
     completions = [[99] if n in (3, 700) else [n + 1000] for n in range(900)]
     with pytest.raises(SequencesRefusedError) as caught:
-        driven(scoring_plan([[1]] * 900, completions), most=500)
+        MadeUp(monkeypatch, limited(500)).client.score("sft", [[1]] * 900, completions)
     assert list(caught.value.problems) == [3, 700]
     assert [at for at, values in enumerate(caught.value.results) if values is None] == [3, 700]
 
 
-def test_what_cannot_be_divided_is_refused_as_the_service_says():
+def test_what_cannot_be_divided_is_refused_as_the_service_says(monkeypatch):
     with pytest.raises(RequestRefusedError, match="more than allowed"):
-        driven(scoring_plan([[1]] * 3, [[2]] * 3), most=0)
+        MadeUp(monkeypatch, limited(0)).client.score("sft", [[1]] * 3, [[2]] * 3)
 
 
-def test_a_divided_lookup_reads_one_snapshot():
+def test_a_divided_lookup_reads_one_snapshot(monkeypatch):
     keys = [bytes([n % 256]) * 16 for n in range(1000)]
-    found, sizes = driven(protocol.lookup_plan("sft", keys, True, None), most=400)
-    assert sizes == [1000, 500, 250, 250, 250, 250]
+    made_up = MadeUp(monkeypatch, limited(400))
+    found = made_up.client.lookup("sft", keys, values=True)
+    assert sizes(made_up) == [1000, 500, 250, 250, 250, 250]
+    assert [request.url.params.get("snapshot") for request in made_up.requests] == [None] * 3 + ["7"] * 3
     assert found.lengths.tolist() == [n % 256 or -1 for n in range(1000)] and found.snapshot == 7
     assert [0 if v is None else len(v) for v in found.token_logps] == [n % 256 for n in range(1000)]
-    assert driven(protocol.lookup_plan("sft", [], False, None), most=400)[0].lengths.tolist() == []
+    assert made_up.client.lookup("sft", []).lengths.tolist() == []

@@ -1,6 +1,5 @@
 """The folder in which the docs' blocks and the docstrings' examples run."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +30,6 @@ def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Itera
     write_rows(folder / "pairs.jsonl", rows)
     write_rows(folder / "feedback.jsonl", [_feedback(row, number) for number, row in enumerate(rows)])
     write_rows(folder / "tokens.jsonl", [_tokens(row, tokenizer) for row in rows[:8]])
-    fingerprint = {"dataset": "pairs", "tokenizer": "sft", "max_seq_length": 2048, "tensor_model_parallel_size": 1}
-    (folder / "expected.json").write_text(json.dumps({**fingerprint, "sequence_parallel": False, "tokenization_version": 2}))
     before = Path.cwd()
     os.chdir(folder)
     os.environ["REFERENCE_ID"] = describe_reference("./sft-model", "bfloat16").reference_id

@@ -36,7 +36,6 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ): "needs a cloud; tests/examples/test_skypilot.py runs what it can",
     ("docs/clusters.md", "ssh "): "needs the machine of `sky launch`",
     ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_hub_datasets.py does",
-    ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "VLLM_CPU_KVCACHE_SPACE"): "vLLM's environment; tests/vllm/serving.py starts the same",

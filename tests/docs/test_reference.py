@@ -23,6 +23,13 @@ NAMES = [f"reflogp.{part}.{name}" for part in PARTS for name in importlib.import
 SHOWN_BY = {
     "reflogp.trainer.RemoteRLOOTrainer": "RemoteGRPOTrainer",
     "reflogp.trainer.RemoteOnlineDPOTrainer": "RemoteGRPOTrainer",
+    **{
+        f"reflogp.client.{name}": "Client"
+        for name in ("Job", "JobPage", "JobProgress", "Lookup", "ReferenceInfo", "Scores", "UploadInfo")
+    },
+    "reflogp.client.ServicePath": "Client.submit, which describes it",
+    "reflogp.client.ServiceUri": "Client.submit, which describes it",
+    "reflogp.client.Uploaded": "Client.submit, which describes it",
 }
 #: Arguments that TRL's trainers describe.
 TRLS = {"model", "ref_model", "args", "more", "kwargs"}

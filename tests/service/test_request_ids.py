@@ -88,7 +88,7 @@ def test_the_log_leads_from_a_submission_to_its_job(service):
 
 
 def test_a_clients_attempts_have_one_id_and_its_error_names_it():
-    call, other = protocol.references_call(), protocol.references_call()
+    call, other = protocol.Call("GET", "/v1/references"), protocol.Call("GET", "/v1/references")
     sent = [protocol.arguments(entry)["headers"]["x-request-id"] for entry in (call, call, other)]
     assert sent[0] == sent[1] != sent[2]
     body = {"detail": "it broke", "next_step": ""}

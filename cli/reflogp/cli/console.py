@@ -30,32 +30,26 @@ from rich.text import Text
 
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import ReflogpError
-from reflogp.store.texts import counted, visible
+from reflogp.store.texts import visible
 
 #: Exit codes for success, failure, incorrect usage, and a dataset in which some rows have no values or cannot be used.
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of rows that `_Rows.print` prints. Further rows are only counted.
+#: Maximum number of bad rows that are printed. Further rows are only counted.
 _PRINTED_ROWS = 10
 #: Seconds between progress lines when stderr is not a terminal.
 _LINE_SECONDS = 30.0
 
 
 class WatchInterruptedError(ReflogpError):
-    """The user pressed Ctrl-C while watching a job. The job itself continues on the service.
-
-    Attributes:
-        hints: lines to print below the message.
-    """
-
-    hints: tuple[str, ...] = ()
+    """The user pressed Ctrl-C while watching a job. The job itself continues on the service."""
 
 
 class SafeConsole(Console):
     """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Rich markup is interpreted only with `markup=True`. In text with markup, pass untrusted names through rich's `escape`.
+    Rich markup is interpreted only with `markup=True`; pass untrusted names in it through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -75,18 +69,10 @@ err = SafeConsole(stderr=True)
 
 
 def missing_extra(extra: str, error: ImportError) -> ReflogpError:
-    """Return the error to raise if a subcommand needs an extra that is not installed."""
     return ReflogpError(f"this command needs reflogp[{extra}]: pip install 'reflogp[{extra}]' ({error})")
 
 
-def print_dropped(rows: int) -> None:
-    """Print how many rows are dropped because their prompts fill --max-length. TRL also drops these rows."""
-    if rows:
-        err.print(f"dropped {counted(rows, 'row')}, as TRL does, because the prompt alone fills --max-length", style="yellow")
-
-
 def print_json(summary: dict[str, Any]) -> None:
-    """Print an object as one line of JSON on stdout."""
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.stdout.flush()
 
@@ -111,16 +97,14 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with tokens per second and the time left.
-
-    The method `report` prints how many rows were skipped, and the first of these rows.
-    """
+    """A progress bar with tokens per second and the time left, which counts bad rows and keeps the first few."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
         self._task = progress.add_task(label, total=None, tokens=0)
         self._tokens = 0
-        self._bad = _Rows()
+        self._bad: list[tuple[int, str]] = []
+        self._bad_rows = 0
 
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
@@ -130,7 +114,9 @@ class Bar(ProgressCallbacks):
         self._progress.update(self._task, advance=sequences, tokens=self._tokens)
 
     def bad_row(self, row: int, problem: str) -> None:
-        self._bad.add(row, problem)
+        self._bad_rows += 1
+        if len(self._bad) < _PRINTED_ROWS:
+            self._bad.append((row, problem))
 
     def hashed(self, done: int, total: int) -> None:
         """Show that `done` of `total` units, such as bytes of weight files, have been processed."""
@@ -143,37 +129,20 @@ class Bar(ProgressCallbacks):
         tokens = f", {self._tokens:,} tokens" if self._tokens else ""
         return f"{task.description}: {task.completed:,.0f}{total}{tokens}, {timedelta(seconds=round(task.elapsed or 0))}"
 
-    def report(self) -> None:
-        self._bad.print("skipped (other rows are not affected)")
-
-
-class _Rows:
-    """Row numbers, each with a message. `add` counts every row, but keeps only the first few for `print`."""
-
-    def __init__(self) -> None:
-        self._first: list[tuple[int, str]] = []
-        self._count = 0
-
-    def add(self, row: int, text: str) -> None:
-        self._count += 1
-        if len(self._first) < _PRINTED_ROWS:
-            self._first.append((row, text))
-
-    def print(self, what: str) -> None:
-        if not self._count:
+    def print_bad_rows(self) -> None:
+        if not self._bad:
             return
-        rows = "1 row was" if self._count == 1 else f"{self._count} rows were"
-        err.print(f"{rows} {what}; row numbers start at 0:", style="yellow")
-        for row, text in self._first:
-            err.print(f"  row {row}: {text}")
-        if self._count > len(self._first):
-            err.print(f"  … and {self._count - len(self._first)} more")
+        were = "1 row was" if self._bad_rows == 1 else f"{self._bad_rows} rows were"
+        err.print(f"{were} skipped (other rows are not affected); row numbers start at 0:", style="yellow")
+        for row, problem in self._bad:
+            err.print(f"  row {row}: {problem}")
+        if self._bad_rows > len(self._bad):
+            err.print(f"  … and {self._bad_rows - len(self._bad)} more")
 
 
 def print_notes(notes: list[str]) -> None:
-    """Print sentences about a dataset that a user should read."""
     for note in notes:
-        err.print(f"note: {note}", style="yellow", markup=False)
+        err.print(f"note: {note}", style="yellow")
 
 
 @contextmanager
@@ -210,12 +179,10 @@ def progress_bar(label: str) -> Iterator[Bar]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    bar: Bar | None = None
+    progress = Progress(*columns, console=err, disable=not err.is_terminal)
+    bar = Bar(progress, visible(label))
     try:
-        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-            bar = Bar(progress, visible(label))
-            with lines_of(bar.line):
-                yield bar
+        with progress, lines_of(bar.line):
+            yield bar
     finally:
-        if bar is not None:
-            bar.report()
+        bar.print_bad_rows()

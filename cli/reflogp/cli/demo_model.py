@@ -47,19 +47,10 @@ def build_model(
     seed: int = 0,
     advance: Callable[[int, int], None] = lambda steps, tokens: None,
 ) -> int:
-    """Train a small model and its tokenizer on conversations, and save both in `folder`.
+    """Train a small model and its tokenizer on conversations (lists of messages), and save both in `folder`.
 
-    Args:
-        folder: folder for config.json, model.safetensors and the tokenizer's files.
-        conversations: training data for the tokenizer and the model. A conversation is a list of messages, and each message is
-            a dict with the keys `role` and `content`.
-        steps: number of training steps with next-token prediction; 0 leaves the weights random.
-        batch: number of conversations per step.
-        seed: random seed for the weights and batches.
-        advance: called after each step with the number of new steps (always 1) and the number of tokens in the step.
-
-    Returns:
-        The number of parameters.
+    0 steps leave the weights random. `advance` is called after each step with 1 and the step's number of tokens. Returns the
+    number of parameters.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,15 +12,15 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-import httpx
 import typer
 from packaging.requirements import Requirement
 from rich.text import Text
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, out, print_json
+from reflogp.client import Client, NotAllowedError, ServiceError, ServiceUnreachableError
 from reflogp.store import ReflogpError, Store, StoreDamageWarning, StoreNotFoundError, read_checkpoint, resolve_model
-from reflogp.store.texts import visible
+from reflogp.store.texts import counted, visible
 
 #: Dict from each extra to its purpose, which follows "needed to" in messages. `_vllm` checks the extra `vllm`.
 _EXTRAS = {
@@ -34,36 +34,24 @@ _COLORS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        what: name of what was checked, such as "trainer" (an extra), "cuda:0", "model" or "store".
-        state: "broken" if the user has to fix a problem; "note" for a limitation that may not matter to the user, such as an
-            extra that is not installed; otherwise "ok".
-        said: description of the result.
-        help: command or step that fixes the problem or removes the limitation, or an empty string.
-    """
-
-    what: str
-    state: Literal["ok", "note", "broken"]
+    what: str  # what was checked, such as "trainer" (an extra), "cuda:0" or "store"
+    state: Literal["ok", "note", "broken"]  # a note is a limitation that may not matter to the user
     said: str
-    help: str = ""
+    help: str = ""  # the command or step that helps
 
 
 def doctor(
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Also check whether this model's files are complete and its weights fit on one device.", metavar="MODEL"
-        ),
+        str | None, typer.Option(help="Also check whether this model's files are complete.", metavar="MODEL")
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="Also check whether this store is readable and writable.", metavar="URI")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Also check whether this service responds and accepts the token.")] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
+    url: Annotated[
+        str | None,
+        typer.Option(help="Also check whether this service responds and accepts the token, and list its references."),
     ] = None,
+    token: options.Token = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check the installation, and say how to fix problems or install what is missing.
@@ -77,7 +65,7 @@ def doctor(
     findings = [*_installation(), *_devices()]
     findings += _model(model) if model is not None else []
     findings += _store(store) if store is not None else []
-    findings += _service(url, token) if url is not None else []
+    findings += [_service(url, token)] if url is not None else []
     broken = [finding for finding in findings if finding.state == "broken"]
     if as_json:
         print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
@@ -108,12 +96,7 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """Compare the installed packages with an extra's requirements.
-
-    Returns:
-        The names of the packages that are not installed, and a dict of the packages whose installed version the extra does not
-        allow. The dict's keys are the packages' names, and its values are their requirements.
-    """
+    """Return the packages of an extra that are not installed, and the requirements of those in a wrong version, by name."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
@@ -131,27 +114,12 @@ def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
 def _vllm() -> Finding:
     named = os.environ.get("REFLOGP_VLLM_PYTHON")
     if named and not os.access(named, os.X_OK):
-        return Finding(
-            "vllm",
-            "broken",
-            f"REFLOGP_VLLM_PYTHON={named} cannot be run",
-            "set REFLOGP_VLLM_PYTHON to the Python interpreter of an environment with vLLM and reflogp",
-        )
+        step = "set REFLOGP_VLLM_PYTHON to the Python interpreter of an environment with vLLM and reflogp"
+        return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", step)
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"score --engine vllm uses {named or sys.executable}")
-    if os.access(made := ".venv-vllm/bin/python", os.X_OK):
-        return Finding(
-            "vllm",
-            "note",
-            "vLLM is in .venv-vllm, but REFLOGP_VLLM_PYTHON is not set",
-            f"export REFLOGP_VLLM_PYTHON=$PWD/{made}",
-        )
-    return Finding(
-        "vllm",
-        "note",
-        "not installed (needed only for models that are too large for one GPU)",
-        "python -m venv vllm && vllm/bin/pip install 'reflogp[vllm]' && export REFLOGP_VLLM_PYTHON=$PWD/vllm/bin/python",
-    )
+    step = "python -m venv vllm && vllm/bin/pip install 'reflogp[vllm]' && export REFLOGP_VLLM_PYTHON=$PWD/vllm/bin/python"
+    return Finding("vllm", "note", "not installed (needed only for models that are too large for one GPU)", step)
 
 
 def _devices() -> Iterator[Finding]:
@@ -187,32 +155,10 @@ def _model(model: str) -> Iterator[Finding]:
     size = sum(file.stat().st_size for file in checkpoint.weight_files)
     architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
     yield Finding("model", "ok", f"{architecture}, {size / 1e6:,.0f} MB of weights, complete")
-    room = _largest_room()
-    if room is not None and size > room:
-        yield Finding(
-            "model",
-            "note",
-            f"the weights do not fit on one device (the device with the most free memory has {room / 2**30:.0f} GiB free)",
-            "split the model over N GPUs: reflogp score --engine vllm --tensor-parallel N",
-        )
-
-
-def _largest_room() -> int | None:
-    """Return the free memory, in bytes, of the device with the most free memory.
-
-    Return None if torch or the service extra is not installed.
-    """
-    if find_spec("torch") is None or _unmet("service")[0]:
-        return None
-    import torch
-
-    from reflogp.scoring.torch_engine.memory import free_bytes
-
-    names = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
-    return max(free_bytes(torch.device(name)) for name in names)
 
 
 def _store(uri: str) -> Iterator[Finding]:
+    step = f"reflogp store verify {uri}"
     try:
         opened = Store(uri)
         with warnings.catch_warnings(record=True) as damage:
@@ -221,46 +167,34 @@ def _store(uri: str) -> Iterator[Finding]:
         for reference in references:
             opened[reference.reference_id].check_writable()
     except StoreNotFoundError as error:
-        yield Finding("store", "note", f"{error}")
+        yield Finding("store", "note", str(error))
         return
     except ReflogpError as error:
-        yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
+        yield Finding("store", "broken", str(error), step)
         return
     for warning in damage:
-        yield Finding("store", "broken", str(warning.message), f"reflogp store verify {uri}")
-    if damage and not references:
-        return
-    if not references:
+        yield Finding("store", "broken", str(warning.message), step)
+    if references:
+        names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references)
+        yield Finding("store", "ok", f"{counted(len(references), 'reference')} ({names}), readable and writable")
+    elif not damage:
         yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` creates a store there")
-        return
-    names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5]) + ", …" * (len(references) > 5)
-    yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
 
 
-def _service(url: str, token: str | None) -> Iterator[Finding]:
-    base = url.rstrip("/")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+def _service(url: str, token: str | None) -> Finding:
     try:
-        health = httpx.get(f"{base}/healthz", timeout=10)
-        answer = httpx.get(f"{base}/v1/references", headers=headers, timeout=30)
-    except httpx.HTTPError as error:
+        with Client(url, token) as client:
+            references = client.references()
+    except ServiceUnreachableError as error:
         start = "check --url (http://HOST:PORT), or start a service: reflogp serve --store URI --model NAME=PATH"
-        yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
-        return
-    if health.status_code != 200:
-        yield Finding(
-            "service",
-            "broken",
-            f"{url} returned status {health.status_code} for /healthz; check that --url is the address of a reflogp service, "
-            "with a host name that the service accepts (setting allowed_hosts)",
-        )
-    elif answer.status_code in (401, 403):
-        said = f"{url} does not accept the token for /v1/references" if token else f"{url} requires a token"
-        advice = "pass a token with the scope `read` in --token or REFLOGP_TOKEN; `reflogp token` creates tokens"
-        yield Finding("service", "broken", said, advice)
-    elif answer.status_code != 200:
-        yield Finding(
-            "service", "broken", f"{url} returned status {answer.status_code} for /v1/references", "see the service's log"
-        )
-    else:
-        yield Finding("service", "ok", f"{url} responds" + (" and accepts the token" if token else " and requires no token"))
+        return Finding("service", "broken", f"{url} cannot be reached ({type(error.__cause__).__name__})", start)
+    except NotAllowedError as error:
+        step = "pass a token with the scope `read` in --token or REFLOGP_TOKEN; `reflogp token` creates tokens"
+        said = f"{url} does not accept the token" if token else f"{url} requires a token"
+        return Finding("service", "broken", f"{said}: {error}", step)
+    except ServiceError as error:
+        step = "check that --url is the address of a reflogp service, and see the service's log"
+        return Finding("service", "broken", f"{url}: {error}", step)
+    names = ", ".join(f"{one.name or one.reference_id} in {one.dtype}" for one in references) or "none"
+    accepts = "accepts the token" if token else "requires no token"
+    return Finding("service", "ok", f"{url} responds and {accepts}; references: {names}")

@@ -109,57 +109,48 @@ TrustClaim = Annotated[
 ]
 
 
-def engine_choice(
-    name: EngineName,
-    trust_remote_code: bool,
-    check_claim: bool,
-    of_torch: dict[str, Any],
-    of_vllm: dict[str, Any],
-    of_remote: dict[str, Any],
-) -> EngineChoice:
-    """Return the EngineChoice for the engine `name`, with the options that the user gave.
+#: The engine to which each option belongs.
+_OWNERS = {
+    "device": "torch",
+    "token_budget": "torch",
+    "vllm_python": "vllm",
+    "tensor_parallel": "vllm",
+    "vllm_option": "vllm",
+    "url": "remote",
+    "served_model": "remote",
+    "concurrency": "remote",
+    "patience": "remote",
+}
 
-    Args:
-        name: value of --engine.
-        trust_remote_code: whether to run modeling code that comes with the checkpoint.
-        check_claim: whether to compare some values of a remote engine with values computed from the local weights.
-        of_torch, of_vllm, of_remote: one dict for each engine, from the names of its options to their values. A value of None
-            means that the option was not given. Names have underscores, as in "token_budget".
 
-    Raises:
-        UsageError: an option cannot be parsed or belongs to a different engine, or the engine is remote and no url was given.
+def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool = True, **options: Any) -> EngineChoice:
+    """Return the EngineChoice for the engine `name`, with the options in this module that the user gave.
+
+    Raises UsageError if an option cannot be parsed or belongs to a different engine, or if the engine is remote and no url was
+    given.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
-    chosen: dict[str, Any] = {}
-    for owner, options in {"torch": of_torch, "vllm": of_vllm, "remote": of_remote}.items():
-        given = {option: value for option, value in options.items() if value is not None}
-        foreign = given if owner != name else {}
-        if name == "remote":
-            foreign.pop("device", None)  # allowed, because the server's values are checked on this device
-        if foreign:
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        # --device is allowed for a remote engine, because the server's values are checked on this device
+        if _OWNERS[option] != name and (option, name) != ("device", "remote"):
             raise UsageError(
-                f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, but the engine is {name}"
+                f"--{option.replace('_', '-')} is an option of --engine {_OWNERS[option]}, but the engine is {name}"
             )
-        chosen |= given
-    if "token_budget" in chosen:
-        chosen["token_budget"] = _token_budget(chosen["token_budget"])
-    if "vllm_option" in chosen:
-        chosen["vllm_options"] = parse_options(chosen.pop("vllm_option"))
-    if "patience" in chosen:
-        chosen["patience_seconds"] = chosen.pop("patience")
-    if name == "remote" and "url" not in chosen:
+    if "token_budget" in given:
+        given["token_budget"] = _token_budget(given["token_budget"])
+    if "vllm_option" in given:
+        given["vllm_options"] = parse_options(given.pop("vllm_option"))
+    if "patience" in given:
+        given["patience_seconds"] = given.pop("patience")
+    if name == "remote" and "url" not in given:
         raise UsageError("--engine remote needs --url, the address of a running `vllm serve`")
-    return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **chosen)
+    return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **given)
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """Return the reference that `claim` names.
-
-    `claim` is a file written by `reflogp reference`, or the id of a reference in the store.
-
-    Raises UsageError if the store has no reference with this id, or if the file is not valid.
-    """
+    """Return the reference that `claim` names: a file written by `reflogp reference`, or a reference id in the store."""
     file = Path(claim).expanduser()
     if not file.is_file():
         try:

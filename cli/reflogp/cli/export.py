@@ -1,143 +1,169 @@
-"""`reflogp export`: write joined values in the file formats that other training stacks read."""
+"""`reflogp export`: write joined values in the file format of open-instruct, which runs no reference model where it has them.
+
+The format is defined in allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache
+in dpo_utils.py. It is a .pt file with the float32 tensors "chosen_logps" and "rejected_logps", one value per pair in row order.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json
-from reflogp.cli.exports import (
-    JoinedPairs,
-    LossType,
-    read_pairs,
-    write_fairseq2,
-    write_megatron_bridge,
-    write_open_instruct,
-)
-from reflogp.client.errors import RowsWithoutValuesError
 from reflogp.store import UsageError
+from reflogp.store.files import write_atomically
+from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, ROW_COLUMN, tokens_column
 from reflogp.store.texts import counted
 
-Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
-
-#: Dict from each stack to the options that it requires. Options that only other stacks require are rejected.
-_NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
-#: Maximum number of rows without values that the output of --json lists, as in `reflogp join`.
-_LISTED_ROWS = 100
+#: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
+_HASH = re.compile(r"[0-9a-f]{16}")
+_LOGPS = tuple(PAIR_COLUMNS.values())
+_TOKENS = tuple(map(tokens_column, _LOGPS))
+#: Maximum number of rows that a message names, and that the output of --json lists.
+_NAMED_ROWS, _LISTED_ROWS = 10, 100
 
 
 def export(
     joined: Annotated[Path, typer.Argument(help="File written by `reflogp join` or `reflogp jobs result`.", metavar="JOINED")],
-    stack: Annotated[Stack, typer.Option("--as", help="The training stack that will read the output.")],
+    stack: Annotated[Literal["open-instruct"], typer.Option("--as", help="The training stack that will read the output.")],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output path. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH; megatron-bridge: the folder "
-            "that dataset.ref_artifact in its config names; fairseq2: a .jsonl file.",
-        ),
+        Path, typer.Option("--output", "-o", help="open-instruct's cache folder, $REFERENCE_LOGPROBS_CACHE_PATH.")
     ],
     cache_hash: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--hash",
-            help="open-instruct: the hash in the name of the training run's cache file. To find it, run open-instruct's "
-            "dpo.py with --cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
+            help="The hash in the name of the training run's cache file. To find it, run open-instruct's dpo.py with "
+            "--cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
         ),
-    ] = None,
+    ],
     loss_type: Annotated[
-        LossType | None,
+        Literal["dpo", "dpo_norm", "wpo"],
         typer.Option(
-            help="open-instruct: the training run's --loss_type. dpo and wpo use each completion's log-prob sum; "
-            "dpo_norm uses the mean over its tokens."
+            help="The training run's --loss_type. dpo and wpo use each completion's log-prob sum; dpo_norm uses the mean over "
+            "its tokens."
         ),
-    ] = None,
-    metadata: Annotated[
-        Path | None,
-        typer.Option(
-            help="megatron-bridge: JSON file with the fields of the object that Megatron-Bridge's "
-            "expected_scoring_metadata(config) returns. This command copies these fields to scoring_metadata.json in the "
-            "output folder. The training run compares that file with its own config."
-        ),
-    ] = None,
+    ],
     as_json: options.AsJson = False,
 ) -> None:
     """Write joined pairs in a format that another training stack reads instead of running a reference model.
 
-    Each value belongs to an exact sequence of tokens, but these stacks do not check whether a row's values were computed for
-    its tokens. Therefore, tokenize the pairs with the stack itself, and write a dataset of these token ids (prompt_ids,
-    chosen_ids, rejected_ids), with its rows in the order of the stack's training dataset. For fairseq2, the dataset also needs
-    the columns src, tgt_chosen and tgt_rejected. Then score and join this dataset. Every row needs values. If some rows have no
-    values, this command lists these rows, writes nothing, and exits with code 3.
+    Each value belongs to an exact sequence of tokens, but open-instruct does not check whether a row's value was computed for
+    its tokens. Therefore, let open-instruct tokenize the pairs, and score and join a dataset of these token ids (prompt_ids,
+    chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset. If some rows have no values, this command
+    lists these rows, writes nothing, and exits with code 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
-
-    Example: reflogp export joined.parquet --as megatron-bridge -o ./ref-logprobs --metadata expected.json
-
-    Example: reflogp export joined.parquet --as fairseq2 -o ./pairs/train.jsonl
     """
-    _check_options(stack, {"--hash": cache_hash, "--loss-type": loss_type, "--metadata": metadata})
     try:
-        pairs = read_pairs(joined)
-        files = _write(stack, pairs, output, cache_hash, loss_type, metadata)
-    except RowsWithoutValuesError as error:
-        err.print(f"reflogp: {error}", style="red")
-        if as_json:
-            missing = {"missing": len(error.reasons), "missing_row_numbers": list(error.reasons)[:_LISTED_ROWS]}
-            print_json({"stack": stack, "rows": error.rows, "written": 0, **missing, "files": []})
-        raise typer.Exit(EXIT_MISSES) from error
+        import torch
     except ImportError as error:
         raise missing_extra("service", error) from error
+    if not _HASH.fullmatch(cache_hash):
+        raise UsageError(
+            f"--hash {cache_hash}: open-instruct's hashes have 16 digits (0-9 and a-f); copy the hash from open-instruct's log"
+        )
+    table, settings, expected = _read(joined)
+    if reasons := _rows_without_values(table, expected):
+        err.print(
+            f"reflogp: {len(reasons)} of {expected} rows have no values in {joined}: {_named(reasons)}. An export needs values "
+            "for every row of the dataset: score these rows or remove them from the dataset, then join the dataset again",
+            style="red",
+        )
+        if as_json:
+            missing = {"missing": len(reasons), "missing_row_numbers": sorted(reasons)[:_LISTED_ROWS]}
+            print_json({"stack": stack, "rows": expected, "written": 0, **missing})
+        raise typer.Exit(EXIT_MISSES)
+    tensors = {
+        name.removeprefix("ref_"): torch.tensor(_values(joined, table, name, loss_type == "dpo_norm")) for name in _LOGPS
+    }
+    file = output / f"{cache_hash}.pt"
+    with write_atomically(file) as partial, partial.open("wb") as out_file:
+        torch.save(tensors, out_file)
     if as_json:
-        values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
-        counts = {"rows": len(pairs), "written": len(pairs), "missing": 0, "missing_row_numbers": []}
-        print_json({"stack": stack, **counts, "files": [str(file) for file in files], **values})
+        origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
+        print_json({"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin})
     else:
-        out.print(f"{counted(len(pairs), 'pair')} written for {stack}: {', '.join(map(str, files))}")
+        out.print(f"{counted(expected, 'pair')} written for {stack}: {file}")
 
 
-def _check_options(stack: Stack, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if name in _NEEDS[stack] and value is None:
-            raise UsageError(f"--as {stack} requires {name}; see `reflogp export --help`")
-        if name not in _NEEDS[stack] and value is not None:
-            raise UsageError(f"{name} does not apply to --as {stack}")
+def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:
+    """Return (row numbers, values and errors of a joined file or job's result, its settings, the dataset's number of rows).
 
-
-def _write(
-    stack: Stack,
-    pairs: JoinedPairs,
-    output: Path,
-    cache_hash: str | None,
-    loss_type: LossType | None,
-    metadata: Path | None,
-) -> list[Path]:
-    """Write a stack's files and return their paths.
-
-    Call `_check_options` first: this function assumes that all options required by the stack were given."""
-    match stack:
-        case "open-instruct":
-            assert cache_hash is not None and loss_type is not None
-            return [write_open_instruct(pairs, output, cache_hash, loss_type)]
-        case "megatron-bridge":
-            assert metadata is not None
-            return write_megatron_bridge(pairs, output, _read_object(metadata))
-        case "fairseq2":
-            return [write_fairseq2(pairs, output)]
-
-
-def _read_object(file: Path) -> dict[str, Any]:
+    Raises UsageError if the file is not one of these, or if open-instruct's values would differ from the file's.
+    """
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--metadata {file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"--metadata {file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--metadata {file} does not contain a JSON object")
-    return value
+        opened = pq.ParquetFile(file)
+        names, metadata = opened.schema_arrow.names, opened.metadata.metadata
+        settings = json.loads(metadata[b"reflogp"])
+        expected = json.loads(metadata[b"reflogp.coverage"])["rows"]
+    except (pa.ArrowException, OSError, TypeError, KeyError) as error:
+        raise UsageError(f"{file} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
+    if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
+        raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
+    row_column = ROW_COLUMN if ROW_COLUMN in names else "row"  # its name in a job's result
+    needed = [row_column, *_LOGPS, *_TOKENS]
+    if lacking := [name for name in needed if name not in names]:
+        raise UsageError(f"{file} lacks {', '.join(lacking)}; write the file again with this version of reflogp")
+    is_result = row_column == "row"
+    table = opened.read([*needed, "error"] if is_result else needed)
+    table = table.rename_columns([ROW_COLUMN, *table.column_names[1:]])
+    if settings["ld_alpha"] is not None:
+        raise UsageError(
+            f"{file} was joined with ld_alpha {settings['ld_alpha']}, but exports need sums in which every token has the "
+            "weight 1; run `reflogp join` or `reflogp submit` again without --ld-alpha"
+        )
+    if settings["max_length"] is not None and settings["truncation_mode"] != "keep_start":
+        raise UsageError(
+            f"{file} was joined with truncation_mode {settings['truncation_mode']}, but open-instruct keeps the start of each "
+            "sequence; run `reflogp join` or `reflogp submit` again with --truncation-mode keep_start"
+        )
+    if not (np.diff(table[ROW_COLUMN].to_numpy()) > 0).all():
+        raise UsageError(f"the rows of {file} are not in dataset order, or some are repeated; run `reflogp join` again")
+    return table, settings, expected
+
+
+def _rows_without_values(table: pa.Table, expected: int) -> dict[int, str]:
+    """Return the numbers of rows without values, each with its reason or "".
+
+    In a job's result, the values of such rows are null; in a joined file, such rows are missing.
+    """
+    rows = table[ROW_COLUMN].to_numpy()
+    null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
+    reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
+    if "error" in table.column_names:
+        reasons |= {int(rows[at]): table["error"][at].as_py() or "" for at in np.flatnonzero(null)}
+    return reasons
+
+
+def _values(file: Path, table: pa.Table, name: str, means: bool) -> npt.NDArray[np.float32]:
+    values, tokens = table[name].to_numpy().astype(np.float64), table[tokens_column(name)].to_numpy()
+    empty, bad = (dict.fromkeys(np.flatnonzero(rows).tolist(), "") for rows in (tokens == 0, ~np.isfinite(values)))
+    if means and empty:
+        raise UsageError(
+            f"{file} has completions without tokens ({_named(empty)}), but --loss-type dpo_norm needs means over "
+            "tokens; remove these rows from the dataset, and join the dataset again"
+        )
+    if bad:
+        raise UsageError(f"{file} has values that are NaN or infinite ({_named(bad)}); join the dataset again")
+    exported: npt.NDArray[np.float32] = (values / tokens if means else values).astype(np.float32)
+    return exported
+
+
+def _named(rows: dict[int, str]) -> str:
+    """Return a phrase such as "rows 4 (too long), 5, 9": the first rows, each with its reason if it is known."""
+    numbers = sorted(rows)
+    named = ", ".join(f"{row} ({rows[row]})" if rows[row] else str(row) for row in numbers[:_NAMED_ROWS])
+    more = f" and {len(numbers) - _NAMED_ROWS} more" if len(numbers) > _NAMED_ROWS else ""
+    return f"{'row' if len(numbers) == 1 else 'rows'} {named}{more}"

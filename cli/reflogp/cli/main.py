@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer import rich_utils
 
-from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit, verify
+from reflogp.cli import demo, doctor, export, jobs, reference, score, serve, store, stored, submit, verify
 from reflogp.cli.console import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -74,9 +74,9 @@ def _root(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("score", cls=score.ScoreCommand)(score.score)
-app.command("join")(join.join)
+app.command("join")(stored.join)
 app.command("verify")(verify.verify)
-app.command("report")(report.report)
+app.command("report")(stored.report)
 app.command("export")(export.export)
 app.command("reference")(reference.reference)
 app.command("serve")(serve.serve)
@@ -92,20 +92,11 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _run() -> tuple[int, str | None]:
-    """Run the command given in sys.argv and, if it fails, print its error.
-
-    Errors that typer itself raises, such as the error for an unknown option, are printed in typer's format, with control
-    characters escaped.
-
-    Returns:
-        The exit code and the error's message; the message is None if there was no error.
-    """
+    """Run the command given in sys.argv and print its error. Return the exit code, and the error's message or None."""
     try:
         code = app(standalone_mode=False)
     except WatchInterruptedError as error:
         err.print(f"reflogp: {error}", style="yellow")
-        for hint in error.hints:
-            err.print(f"  {hint}")
         return EXIT_INTERRUPTED, str(error)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")

@@ -1,4 +1,4 @@
-"""Options that several subcommands share. Each option has the same meaning and help text everywhere."""
+"""Every option and argument that more than one command has, described once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
+from reflogp.client.models import Format
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.storage import PLACES
 from reflogp.store.windows import TrainerSettings
+from reflogp.store.windows import TruncationMode as Mode
 
 _Own = ParamSpec("_Own")
+
+_STORE = f"Store: {PLACES}."
+_DTYPES = (
+    "Compute dtype: bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision "
+    "(as with a trainer's bf16=True or fp16=True); or checkpoint for the dtype in config.json. The dtype is part of the "
+    "reference id."
+)
+_AUTO = "auto: the dtype of the model's values in the store. If there are none"
+_TRAINERS = "if it differs from the {}'s. Use the same {} for score, join and report."
 
 Model = Annotated[
     str,
@@ -29,19 +40,23 @@ Data = Annotated[
         "or one file on the Hub: hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
-Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]
+Store = Annotated[str, typer.Option("--store", help=_STORE, metavar="URI")]
+StoreArgument = Annotated[str, typer.Argument(help=_STORE, metavar="URI")]
+ServedStore = Annotated[
+    str | None,
+    typer.Option("--store", help=f"{_STORE} Default: $REFLOGP_STORE, or `store` in the settings file.", metavar="URI"),
+]
 Split = Annotated[str, typer.Option(help="Split to read from a hub dataset or a saved DatasetDict.")]
-_DTYPES = (
-    "bfloat16, float32 or float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (as with a "
-    "trainer's bf16=True or fp16=True); or checkpoint for the dtype in config.json"
-)
-Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. The dtype is part of the reference id.")]
+Dtype = Annotated[str, typer.Option(help=_DTYPES)]
 StoreDtype = Annotated[
     str,
     typer.Option(
-        help=f"Compute dtype: {_DTYPES}. The dtype is part of the reference id. auto: the dtype of the model's values in the "
-        "store. If there are none, `reflogp score` uses bfloat16, or float32 without a GPU, and the other commands fail."
+        help=f"{_DTYPES} {_AUTO}, `reflogp score` uses bfloat16, or float32 without a GPU, and the other commands fail."
     ),
+]
+ServedDtype = Annotated[
+    str | None,
+    typer.Option(help=f"{_DTYPES} Applies to the models given with --model. {_AUTO}, bfloat16, or float32 without a GPU."),
 ]
 LmHeadDtype = Annotated[
     str | None,
@@ -57,69 +72,67 @@ MaxLength = Annotated[
     ),
 ]
 TruncationMode = Annotated[
-    str,
+    Mode,
     typer.Option(
-        help="Which part of a sequence to keep if it exceeds --max-length: keep_start, or keep_end (which needs a separate "
-        "scoring run for each max_length)."
+        help="Which part of a sequence to keep if it exceeds --max-length. keep_end needs a separate scoring run for each "
+        "max_length."
+    ),
+]
+LdAlpha = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion. Default: all tokens have the same "
+        "weight.",
     ),
 ]
 Form = Annotated[
-    str | None,
+    Format | None,
     typer.Option(
-        "--format",
-        help="Format of the rows: preference, kto or tokens. Default: detected from the columns. With kto, each pair becomes "
-        "two KTO rows.",
+        "--format", help="Format of the rows. Default: detected from the columns. With kto, each pair becomes two KTO rows."
     ),
 ]
 SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Number of the snapshot to read. Default: the latest.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the model on the Hub.")]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        help="The trainer's tokenizer, if it differs from the model's: a folder or a hub id. Use the same tokenizer for score, "
-        "join and report.",
-        metavar="PATH",
-    ),
+    typer.Option(help=f"Folder or hub id of the trainer's tokenizer, {_TRAINERS.format('model', 'tokenizer')}", metavar="PATH"),
 ]
 ChatTemplate = Annotated[
     str | None,
-    typer.Option(
-        help="Jinja file with the trainer's chat template, if it differs from the tokenizer's. Use the same file for score, "
-        "join and report.",
-        metavar="FILE",
-    ),
+    typer.Option(help=f"Jinja file with the trainer's chat template, {_TRAINERS.format('tokenizer', 'file')}", metavar="FILE"),
 ]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the model or the tokenizer. Off by default."),
 ]
+Url = Annotated[str, typer.Argument(help="URL of the service, as printed by `reflogp serve`.", metavar="URL")]
+Token = Annotated[
+    str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it has completed, failed or been cancelled.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
-    """Add the parameters of `_score_arguments` to a Typer command.
+    """Add the parameters of `_score_arguments` to a Typer command, whose first argument is their ScoreArguments.
 
-    The wrapper puts the values of these parameters into a ScoreArguments, and passes it to `command` as the first argument.
-    `--help` shows required parameters first, then the optional parameters of `_score_arguments`, then the optional parameters
-    of `command`.
+    `--help` shows required parameters first, then the optional parameters of `_score_arguments`, then those of `command`.
     """
     shared = inspect.signature(_score_arguments, eval_str=True).parameters
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    both = [*shared.values(), *own]
+    both = sorted([*shared.values(), *own], key=lambda parameter: parameter.default is not parameter.empty)
 
     @wraps(command)
     def expanded(**values: Any) -> None:
         arguments = _score_arguments(**{name: values.pop(name) for name in shared})
         command(arguments, **values)  # type: ignore[call-arg]  # Typer passes the command's own parameters by name
 
-    signature = inspect.Signature(
-        [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in sorted(both, key=lambda parameter: parameter.default is not parameter.empty)
-        ]
+    expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in both]
     )
-    expanded.__signature__ = signature  # type: ignore[attr-defined]
-    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in both}
     return expanded
 
 

@@ -15,8 +15,7 @@ from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, print_notes, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.reference import find_reference
-from reflogp.cli.scored import open_rows, tokenized
+from reflogp.cli.scored import find_reference, tokenized
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 
@@ -24,10 +23,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command, whose option --ray can be given without an address.
-
-    The argument after --ray is used as the address only if it has the form of an address.
-    """
+    """The `score` command, whose option --ray can be given without an address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -84,6 +80,7 @@ def score(
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
+        from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.runs.score import score_dataset
     except ImportError as error:
         raise missing_extra("service", error) from error
@@ -92,9 +89,15 @@ def score(
         engine,
         arguments.trust_remote_code,
         claim is None and not trust_claim,
-        {"device": device, "token_budget": token_budget},
-        {"vllm_python": vllm_python, "tensor_parallel": tensor_parallel, "vllm_option": vllm_option},
-        {"url": url, "served_model": served_model, "concurrency": concurrency, "patience": patience},
+        device=device,
+        token_budget=token_budget,
+        vllm_python=vllm_python,
+        tensor_parallel=tensor_parallel,
+        vllm_option=vllm_option,
+        url=url,
+        served_model=served_model,
+        concurrency=concurrency,
+        patience=patience,
     )
     if (claim or trust_claim) and engine != "remote":
         raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
@@ -112,7 +115,7 @@ def score(
             "the number of concurrent requests with --concurrency"
         )
     opened = Store(arguments.store)
-    rows = open_rows(arguments)
+    rows = RowSource(arguments.data, arguments.split)
     with ExitStack() as stack:
         if devices is not None and {name.strip() for name in devices.split(",")} == {"cpu"}:
             choice = replace(choice, device="cpu")
@@ -123,18 +126,18 @@ def score(
                 _require_weights(arguments.model, arguments.revision)
             folder, reference = find_reference(opened, arguments, choice.default_dtype())
         else:
-            folder, reference = (
-                str(resolve_model(arguments.model, arguments.revision, weights=False)),
-                claimed_reference(claim, opened),
-            )
+            folder = str(resolve_model(arguments.model, arguments.revision, weights=False))
+            reference = claimed_reference(claim, opened)
             _require_claimed(ctx, reference)
         choice.require_dtype(reference.dtype)
-        made = (
-            _scheduler(choice, folder, reference, commit_sequences, devices)
-            if ray is None
-            else _scheduler_on_ray(choice, arguments.model, arguments.revision, reference, commit_sequences, ray_workers)
+        scheduler = stack.enter_context(
+            closing(
+                _scheduler(choice, folder, reference, commit_sequences, devices)
+                if ray is None
+                else _scheduler_on_ray(choice, arguments, reference, commit_sequences, ray_workers)
+            )
         )
-        scheduler, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
+        bar = stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             tokenized(rows, folder, arguments),
             opened,
@@ -144,7 +147,12 @@ def score(
             watcher=bar,
             strict_engine=engine if strict_engine else None,
         )
-    _print(summary, as_json)
+    print_notes(summary.notes)
+    if as_json:
+        print_json(summary.as_dict())
+    else:
+        for line in summary.lines():
+            out.print(line)
     rows.check_unchanged()  # raises an error if the dataset has changed since it was read; the stored values are kept
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
@@ -173,7 +181,6 @@ def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
 
 
 def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """Create a scheduler with one engine in this process or, if `devices` is given, several engines in worker processes."""
     from reflogp.scoring.runs.scheduler import Scheduler
 
     if devices is None:
@@ -190,10 +197,7 @@ def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences:
 
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """Connect to a Ray cluster for the duration of the `with` block.
-
-    Yield the EngineChoice for the cluster's workers, which `on_workers` derives from `choice`.
-    """
+    """Connect to a Ray cluster, and yield the EngineChoice for its workers."""
     try:
         from reflogp.scoring.on_ray.cluster import connected, on_workers
     except ImportError as error:
@@ -203,20 +207,11 @@ def _cluster(choice: Any, address: str) -> Iterator[Any]:
 
 
 def _scheduler_on_ray(
-    choice: Any, model: str, revision: str | None, reference: Reference, commit_sequences: int, workers: int | None
+    choice: Any, arguments: ScoreArguments, reference: Reference, commit_sequences: int, workers: int | None
 ) -> Any:
     """Create a scheduler whose workers run on the cluster that this process is connected to."""
     from reflogp.scoring.on_ray.workers import ClusterWorkers
     from reflogp.scoring.runs.scheduler import Scheduler
 
-    found = ClusterWorkers(model, revision, reference, choice, workers)
+    found = ClusterWorkers(arguments.model, arguments.revision, reference, choice, workers)
     return Scheduler(workers=found, commit_sequences=commit_sequences)
-
-
-def _print(summary: Any, as_json: bool) -> None:
-    print_notes(summary.notes)
-    if as_json:
-        print_json(summary.as_dict())
-        return
-    for line in summary.lines():
-        out.print(line)

@@ -1,36 +1,44 @@
-"""Open datasets and their stored values, according to the options of `reflogp score`, `join` and `report`."""
+"""Open models, datasets and their stored values, according to the options of `reflogp score`, `join`, `report` and `verify`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reflogp.cli.reference import find_reference
-from reflogp.store import Snapshot, Store, UsageError
+from reflogp.cli.console import err, progress_bar
+from reflogp.store import Reference, Snapshot, Store, resolve_model
 from reflogp.store.commands import ScoreArguments, naming_command
+from reflogp.store.store import choose_reference
 
 if TYPE_CHECKING:
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
+HASHING = "hashing weights (bytes)"
 
-def open_rows(arguments: ScoreArguments) -> RowSource:
-    """Open the dataset `arguments.data`. Raises UsageError if it cannot be opened, or if --format names an unknown format."""
-    from reflogp.scoring.data.read import RowSource
-    from reflogp.scoring.data.shape import FORMATS
 
-    if arguments.form is not None and arguments.form not in FORMATS:
-        raise UsageError(f"--format {arguments.form}: unknown format; choose from {', '.join(FORMATS)}")
-    return RowSource(arguments.data, arguments.split)
+def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
+    """Return (the model's local folder, the model's reference), and print why the dtype was chosen if it is "auto".
+
+    For the parameter `otherwise` and the errors, see `choose_reference`.
+    """
+    folder = resolve_model(arguments.model, arguments.revision)
+    with progress_bar(HASHING) as bar:
+        found, reason = choose_reference(
+            store,
+            arguments.model,
+            arguments.dtype,
+            otherwise=otherwise,
+            lm_head_dtype=arguments.lm_head_dtype,
+            revision=arguments.revision,
+            progress=bar.hashed,
+        )
+    if reason:
+        err.print(reason)
+    return str(folder), found
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over.
-
-    Args:
-        rows: the dataset, as returned by `open_rows`.
-        folder: the model's folder. Its tokenizer is used unless `arguments` names another tokenizer.
-        arguments: contains the tokenizer, chat template and format to use.
-    """
+    """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over."""
     from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -44,19 +52,13 @@ def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> Tokeni
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Open a dataset, and the snapshot in which its values are looked up. The model is not loaded.
+    """Open a dataset, and the snapshot (None: the latest) in which its values are looked up. The model is not loaded.
 
-    Args:
-        arguments: the arguments with which the dataset was scored.
-        number: number of the snapshot, or None for the latest.
-
-    Raises:
-        UsageError: the dataset or the model cannot be used.
-        StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no log-probs of the model. The message
-            contains the complete command that scores the dataset.
-        StoreError: the snapshot cannot be read.
+    The message of StoreNotFoundError and ReferenceNotFoundError contains the command that scores the dataset.
     """
-    rows = open_rows(arguments)
+    from reflogp.scoring.data.read import RowSource
+
+    rows = RowSource(arguments.data, arguments.split)
     opened = Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from reflogp.cli import options
 from reflogp.cli.console import err, missing_extra, out
 from reflogp.store import UsageError
-from reflogp.store.storage import PLACES
 
 
 def serve(
-    store: Annotated[
-        str | None,
-        typer.Option(
-            "--store", help=f"Store: {PLACES}. Default: $REFLOGP_STORE, or `store` in the settings file.", metavar="URI"
-        ),
-    ] = None,
+    store: options.ServedStore = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A reference model and its name on the service; repeatable.", metavar="NAME=PATH"),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype of the models given with --model. Default: bfloat16.", metavar="DTYPE")
-    ] = None,
+    dtype: options.ServedDtype = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,23 +88,38 @@ def token(
     scope: Annotated[
         list[str] | None, typer.Option(help="Scope of the token: read, score or admin; repeatable. Default: read, score.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings file of the service, to which the token's lines are appended.", metavar="FILE"),
+    ] = None,
 ) -> None:
-    """Create a bearer token, and print it with the lines to add to the settings file.
+    """Create a bearer token, and print it with the lines that admit it, for the service's settings file.
 
-    The lines contain a digest of the token in place of the token itself, so the token cannot be shown again.
+    With --config, the lines are appended to this file, and only the token is printed. The lines contain a digest of the token,
+    not the token itself, so the token cannot be shown again. Restart the service to admit the token.
+
+    Example: reflogp token trainers --config service.toml > trainers.token
     """
     try:
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES
     except ImportError as error:
         raise missing_extra("service", error) from error
-    scopes = scope or ["read", "score"]
+    scopes = scope or ["score"]
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise UsageError(f"--scope {unknown[0]}: unknown scope; choose from {', '.join(SCOPES)}")
     secret, digest = new_token()
-    err.print("the token (it will not be shown again):")
+    # JSON strings and lists of strings are TOML, too.
+    lines = ["[[tokens]]", f"name = {json.dumps(name)}", f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes)}"]
+    if config is not None:
+        try:
+            with config.open("a", encoding="utf-8") as file:
+                file.write("\n" + "\n".join(lines) + "\n")
+        except OSError as error:
+            raise UsageError(f"--config {config} cannot be written: {error.strerror}") from error
+        lines = []
     out.print(secret)
-    err.print("lines for the settings file:")
-    quoted = ", ".join(f'"{entry}"' for entry in scopes)
-    for line in ("[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = [{quoted}]"):
-        err.print(line)
+    for line in lines:
+        out.print(line)
+    if lines:
+        err.print("the first line is the token, which cannot be shown again; the others are for the service's settings file")

@@ -5,23 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from reflogp.cli import jobs, options
 from reflogp.cli.console import err, print_json, progress_bar
-from reflogp.client import files
-from reflogp.client.client import Client, Dataset
-from reflogp.client.errors import RequestRefusedError
+from reflogp.client import Client, RequestRefusedError, ServicePath, ServiceUri, Uploaded, files
 from reflogp.client.jobs import on_hub
-from reflogp.client.models import ServicePath, ServiceUri, Uploaded
 from reflogp.store import UsageError
-from reflogp.store.windows import TruncationMode
 
 
 def submit(
-    url: jobs.Url,
+    url: options.Url,
     data: Annotated[
         str,
         typer.Argument(
@@ -33,7 +29,7 @@ def submit(
         ),
     ],
     reference: Annotated[str, typer.Option("--reference", help="Reference model: its name on the service, or its id.")],
-    watch: jobs.Watch = False,
+    watch: options.Watch = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -43,23 +39,10 @@ def submit(
     on_service: Annotated[
         bool, typer.Option("--on-service", help="DATA is a file or folder on the service's machine.")
     ] = False,
-    form: Annotated[
-        Literal["preference", "kto", "tokens"] | None,
-        typer.Option("--format", help="Format of the rows. Default: detected from the columns."),
-    ] = None,
+    form: options.Form = None,
     max_length: options.MaxLength = None,
-    truncation_mode: Annotated[
-        TruncationMode, typer.Option(help="Which part of a sequence to keep if it exceeds --max-length.")
-    ] = "keep_start",
-    ld_alpha: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="LD-DPO's weight for tokens beyond the length of the pair's shorter completion. Default: all tokens have the "
-            "same weight.",
-        ),
-    ] = None,
+    truncation_mode: options.TruncationMode = "keep_start",
+    ld_alpha: options.LdAlpha = None,
     split: options.Split = "train",
     dataset_config: Annotated[
         str | None,
@@ -74,23 +57,14 @@ def submit(
         ),
     ] = 0,
     title: Annotated[str, typer.Option(help="Title of the job, shown in lists of jobs.")] = "",
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of your choice that identifies the job. A new key creates a new job, even for the same data and "
-            "settings. Without a key, the job is identified by its data, reference and settings.",
-            metavar="KEY",
-        ),
-    ] = None,
-    token: jobs.Token = None,
+    token: options.Token = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Submit a job to a service, which scores a dataset with a reference model. The job continues after this command ends.
 
-    Submitting the same data, reference and settings again returns the same job, even with another title or priority. However,
-    without --idempotency-key, a new job is created if the earlier job is done and the data may have changed since then (because
-    the dataset is on the Hub or at a URI, or its rows refer to image files). A file that was already uploaded is not
-    sent again.
+    Submitting the same data, reference and settings again returns the same job, even with another title or priority. However, a
+    new job is created if the earlier job is done and the data may have changed since then (because the dataset is on the Hub or
+    at a URI, or its rows refer to image files). A file that was already uploaded is not sent again.
 
     Exit codes: 0 if the job is done or, without --watch or --output, if it is queued or running; 1 if the job failed or was
     cancelled, or if another error occurred; 2 for bad usage; 3 if the job is done, but some rows have no values.
@@ -101,7 +75,7 @@ def submit(
         files.check_output(output)
         if output.exists() and Path(data).exists() and output.samefile(data):
             raise UsageError(f"the output {output} is the dataset itself; give the output another name")
-    with Client(url, token) as client:
+    with jobs.connected(url, token) as client:
         job = client.submit(
             _dataset(client, data, on_service, dataset_config),
             reference,
@@ -112,21 +86,18 @@ def submit(
             priority=priority,
             title=title,
             split=split,
-            idempotency_key=idempotency_key,
         )
         err.print(f"job {job.id}; open it in a browser: {client.url}/jobs/{job.id}")
         if job.finished:
-            err.print(
-                "this job has already finished, so no new job was started (to run it again, pass a new key with "
-                "--idempotency-key)"
-            )
+            err.print("this job has already finished, so no new job was started")
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:
             err.print(f"watch it: {jobs.command('show', client.url, job.id)} --watch")
         if output is not None and job.state == "done":
             try:
-                jobs.save_result(client, job.id, output)
+                client.result(job.id, output)
+                err.print(f"values saved to {output}")
             except RequestRefusedError as error:
                 if error.status != 404:
                     raise
@@ -138,7 +109,7 @@ def submit(
     raise typer.Exit(jobs.exit_code(job))
 
 
-def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> Dataset:
+def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> ServicePath | ServiceUri | Uploaded:
     found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
     if config is not None and (on_service or found is None):
         raise UsageError(f"--dataset-config applies only to datasets on the Hub, but {data} is a path: omit --dataset-config")

@@ -16,8 +16,7 @@ from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_FAILED, Bar, err, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import engine_choice
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.reference import find_reference
-from reflogp.cli.scored import open_rows, tokenized
+from reflogp.cli.scored import find_reference, tokenized
 from reflogp.store import ReflogpError, Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.joins import completion_columns
@@ -49,13 +48,13 @@ def verify(
     Example: reflogp verify ./sft-model pairs.jsonl --store ./logps
     """
     try:
+        from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
     except ImportError as error:
         raise missing_extra("service", error) from error
     quiet_libraries()
-    given = {"device": device, "token_budget": token_budget}
-    choice = engine_choice("torch", arguments.trust_remote_code, False, given, {}, {})
-    source, opened = open_rows(arguments), Store(arguments.store)
+    choice = engine_choice("torch", arguments.trust_remote_code, device=device, token_budget=token_budget)
+    source, opened = RowSource(arguments.data, arguments.split), Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)
         stored = opened[reference].snapshot(snapshot)

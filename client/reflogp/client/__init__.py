@@ -1,6 +1,6 @@
 """Call a scoring service over HTTP. The client needs httpx, but not torch."""
 
-from reflogp.client.client import AsyncClient, Client
+from reflogp.client.client import Client
 from reflogp.client.errors import (
     DeadlineExceededError,
     JobFailedError,
@@ -12,19 +12,26 @@ from reflogp.client.errors import (
     ServiceFailedError,
     ServiceUnreachableError,
 )
-from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
-from reflogp.client.protocol import Lookup, ReferenceInfo
-from reflogp.client.scoring import Scores
+from reflogp.client.models import (
+    Job,
+    JobPage,
+    JobProgress,
+    Lookup,
+    ReferenceInfo,
+    Scores,
+    ServicePath,
+    ServiceUri,
+    Uploaded,
+    UploadInfo,
+)
 
 __all__ = [
-    "AsyncClient",
     "Client",
     "DeadlineExceededError",
     "Job",
     "JobFailedError",
     "JobPage",
     "JobProgress",
-    "JobSettings",
     "Lookup",
     "NotAllowedError",
     "ReferenceInfo",

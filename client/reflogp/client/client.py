@@ -1,33 +1,54 @@
-"""Call a scoring service over HTTP with `Client`, or with `AsyncClient`, which has the same methods.
-
-Both clients need httpx, but not torch.
-"""
+"""Call a scoring service over HTTP. The client needs httpx, but not torch."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar, Unpack
+from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import httpx
 import pyarrow as pa
 
-from reflogp.client import files, jobs, protocol, scoring
-from reflogp.client.errors import ServiceError
+from reflogp.client import files, jobs, protocol, tables
+from reflogp.client.errors import (
+    JobFailedError,
+    NotAllowedError,
+    RequestRefusedError,
+    SequencesRefusedError,
+    ServiceFailedError,
+)
 from reflogp.client.events import Following
-from reflogp.client.models import Job, JobPage, JobSettings, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
-from reflogp.client.scoring import Scores, TokenIds
+from reflogp.client.models import (
+    Format,
+    Job,
+    JobPage,
+    JobState,
+    Lookup,
+    ReferenceInfo,
+    Scores,
+    ServicePath,
+    ServiceUri,
+    Uploaded,
+    UploadInfo,
+)
+from reflogp.client.protocol import Call
+from reflogp.client.tables import TokenIds
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
+from reflogp.store.schema import ARROW_STREAM, stream_bytes
+from reflogp.store.windows import TruncationMode
 
-T = TypeVar("T")
+#: Seconds to wait for a response to `score` if neither a deadline nor a timeout of the client is given. The service may have to
+#: load a reference model during this time.
+_SCORE_SECONDS = 600.0
+_ARROW = {"content-type": ARROW_STREAM}
 
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
 
@@ -43,9 +64,9 @@ class Client:
             `watch` and a `score` with a deadline do not use this timeout. Connection attempts time out after at most 5 seconds.
 
     Methods raise UsageError for invalid arguments, and a subclass of ServiceError (see reflogp.client.errors) if a request
-    fails. If the service is busy (status 429 or 503), a request is sent again, with increasing pauses. If the connection fails,
-    a request is sent again only if repeating it is safe. Each request is sent at most 5 times or, in `score` with a deadline,
-    as often as the deadline allows.
+    fails; for an unknown job, RequestRefusedError with the status 404. If the service is busy (status 429 or 503), a request is
+    sent again, with increasing pauses. If the connection fails, a request is sent again only if repeating it is safe. Each
+    request is sent at most 5 times or, in `score` with a deadline, as often as the deadline allows.
 
     Examples:
         >>> from reflogp.client import Client
@@ -55,42 +76,63 @@ class Client:
         ...     scores = client.score("sft", [[1, 5, 9]], [[7, 2]])
         ...     job = client.watch(client.submit("pairs.jsonl", "sft", max_length=1024).id, check=True)
         ...     file = client.result(job.id, "pairs-logps.parquet")
+        ...     [reference] = client.references()
+        ...     uploaded = client.upload("pairs.jsonl", "pairs.jsonl")
         >>> scores.token_logps[0].dtype, scores.token_logps[0].shape
         (dtype('float32'), (2,))
         >>> job.state, job.summary["rows"]
         ('done', 32)
+        >>> reference
+        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
+        >>> found.lengths, found.sums
+        (array([-1], dtype=int32), array([nan]))
+        >>> uploaded
+        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
         self.url = url.rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"service {url!r}: the URL must begin with http:// or https://")
+        headers = {"user-agent": f"reflogp/{version('reflogp')}"}
+        token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
+        if not (token.isascii() and token.isprintable()) or " " in token:
+            raise UsageError("the token contains characters that are not allowed; use it exactly as `reflogp token` printed it")
+        if token:
+            headers["authorization"] = f"Bearer {token}"
+        seconds = protocol.ANSWER_SECONDS if timeout is None else timeout
         self._timeout = timeout
-        self._http = httpx.Client(**_options(self.url, token, timeout))
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(seconds, connect=min(seconds, protocol.CONNECT_SECONDS)),
+        )
 
-    def references(self) -> list[protocol.ReferenceInfo]:
+    def references(self) -> list[ReferenceInfo]:
         """Return all references for which the service has a model or stored values."""
-        return protocol.references_of(self._send(protocol.references_call()))
+        return jobs.references_of(self._send(Call("GET", "/v1/references")))
 
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
-    ) -> protocol.Lookup:
-        """Look up keys in the service's store.
-
-        A large number of keys is split into several requests, which all use the same snapshot.
+    ) -> Lookup:
+        """Look up n keys of 16 bytes each, from `reflogp.store.sequence_keys`, in the service's store.
 
         Args:
             reference: name or id of the reference.
-            keys: n keys of 16 bytes each, from `reflogp.store.sequence_keys`.
             values: whether to return each token's log-prob too, as token_logps. Lengths and sums are always returned.
-            snapshot: number of the snapshot, or None for the latest.
-
-        Returns:
-            A Lookup with lengths, sums and, if requested, token_logps, in the order of the keys.
-
-        Raises:
-            UsageError: `keys` contains a value that is not 16 bytes long.
-            RequestRefusedError: the service has no such reference or snapshot.
+            snapshot: number of the snapshot, or None for the latest. Several requests read one snapshot.
         """
-        return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
+        params: dict[str, Any] = {"reference": reference, "values": str(values).lower()}
+        if snapshot is not None:
+            params["snapshot"] = snapshot
+
+        def ask(part: pa.Table) -> Lookup:
+            found = tables.lookup_of(self._send(Call("POST", "/v1/lookup", dict(params), stream_bytes(part), _ARROW)))
+            params["snapshot"] = found.snapshot
+            return found
+
+        most = tables.VALUE_KEYS_AT_ONCE if values else tables.KEYS_AT_ONCE
+        return tables.joined_lookup(tables.in_parts(tables.key_table(keys), most, None, ask))
 
     def score(
         self,
@@ -104,45 +146,55 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """Score n sequences immediately and return their log-probs.
-
-        A large number of sequences is split into several requests, which are sent one after the other.
+        """Score n sequences immediately, in one or several requests, and return their log-probs.
 
         Args:
             reference: name or id of the reference.
-            prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
-            completions: n lists of token ids.
+            prompts, completions: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
             temperature: number that the logits are divided by. Only values at temperature 1 are read from the store or written
                 to it.
-            cache_read: whether to use stored values and compute only the missing ones.
-            cache_write: whether to write the computed values to the store.
+            cache_read, cache_write: whether to use stored values, and whether to store the computed ones.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. On a slow connection, the call can take longer than `deadline`. If `deadline` is
-                None, each request has the deadline in the service's setting `deadline_seconds` (by default, 5 minutes). The
-                client then waits for each response for at most its own `timeout`, or 10 minutes if `timeout` is None too.
+                and retries with their pauses. If None, each request has the deadline in the service's setting
+                `deadline_seconds` (by default, 5 minutes), and the client waits for each response for at most its own
+                `timeout`, or 10 minutes if `timeout` is None too.
             attention_masks: for rows of padded batches, n lists, each with one entry per token of the row's prompt and
                 completion: 0 for padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding
-                tokens in completions get values too. The values of such sequences are never looked up in the store or written
-                to it.
-
-        Returns:
-            A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
+                tokens in completions get values too. These values are never looked up in the store or written to it.
 
         Raises:
             SequencesRefusedError: some sequences could not be scored; the error contains the values of the others.
             DeadlineExceededError: the sequences were not scored before the deadline.
-            ServiceBusyError: at every attempt, the service's queue was full or no worker could respond.
-            UsageError: a prompt, completion or attention mask is not a list of integers; the numbers of prompts, completions
-                and attention masks are not equal; or `deadline` is not positive.
+            UsageError: the arguments are not lists of integers, or not equally many; or `deadline` is not positive.
         """
-        table = scoring.sequences(prompts, completions, attention_masks)
-        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
-        return self._run(plan)
+        table = tables.sequence_table(prompts, completions, attention_masks)
+        if deadline is not None and not deadline > 0:
+            raise UsageError(f"deadline {deadline}: must be more than 0 seconds")
+        until = None if deadline is None else time.monotonic() + deadline
+        params = {
+            "reference": reference,
+            "temperature": temperature,
+            "cache_read": str(cache_read).lower(),
+            "cache_write": str(cache_write).lower(),
+        }
+        errors: list[str | None] = []
+
+        def ask(part: pa.Table) -> Scores:
+            # A retry after a lost connection is safe: the store keeps the values that were first stored for a key. After a
+            # timeout, there is no retry, because the service may still be computing and a retry would add to its load.
+            again, wait = protocol.DROPPED, self._timeout or _SCORE_SECONDS
+            call = Call("POST", "/v1/score", params, stream_bytes(part), _ARROW, again=again, wait=wait, until=until)
+            scores, part_errors = tables.scores_of(self._send(call))
+            errors.extend(part_errors)
+            return scores
+
+        scores = tables.joined_scores(tables.in_parts(table, tables.SEQUENCES_AT_ONCE, tables.TOKENS_AT_ONCE, ask))
+        if problems := {index: error for index, error in enumerate(errors) if error is not None}:
+            raise SequencesRefusedError(problems, list(scores.token_logps))
+        return scores
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """Upload a dataset file without loading all of it into memory.
-
-        The file is not sent if the service already has the same file under the same name.
+        """Upload a dataset file, without loading all of it into memory. A file that the service already has is not sent.
 
         Args:
             path: a file whose suffix shows its format: .jsonl, .json or .csv (each optionally followed by .gz, .bz2, .zst or
@@ -151,15 +203,28 @@ class Client:
                 digest, a hyphen and the file's own name, so that different files with the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
-        Returns:
-            An UploadInfo with the file's name on the service, its size, its sha256 and the time of the upload.
-
-        Raises:
-            UsageError: the file does not exist, is a folder, cannot be read, has an unknown suffix, or changes while it is
-                being sent.
-            ServiceFailedError: the file arrived damaged.
+        Raises UsageError if the file cannot be read or changes while it is being sent, and ServiceFailedError if it arrived
+        damaged.
         """
-        return self._run(jobs.upload_plan(files.local_file(path, name, progress)))
+        file = files.local_file(path, name, progress)
+        route = f"/v1/uploads/{quote(file.name, safe='')}"
+        try:
+            there = jobs.upload_of(self._send(Call("GET", route)))
+        except (RequestRefusedError, NotAllowedError) as error:
+            if error.status not in (403, 404):  # a token may have permission to upload but not to read
+                raise
+        else:
+            if (there.bytes, there.sha256) == (file.size, file.sha256):
+                if progress is not None:
+                    progress(file.size, file.size)
+                return there
+        headers = {"content-type": "application/octet-stream", "content-length": str(file.size)}
+        sent = jobs.upload_of(self._send(Call("PUT", route, content=file, headers=headers)))
+        if sent.sha256 != file.sha256:
+            raise ServiceFailedError(
+                f"{file.path} arrived with the sha256 digest {sent.sha256} instead of {file.sha256}; upload the file again"
+            )
+        return sent
 
     def submit(
         self,
@@ -168,14 +233,18 @@ class Client:
         *,
         split: str = "train",
         idempotency_key: str | None = None,
-        **settings: Unpack[JobSettings],
+        format: Format | None = None,
+        max_length: int | None = None,
+        truncation_mode: TruncationMode = "keep_start",
+        ld_alpha: float | None = None,
+        priority: int = 0,
+        title: str = "",
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
-        The settings `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If
-        the earlier job is done, but the data may have changed, the service creates a new job, unless both submissions have the
-        same `idempotency_key`. Data may have changed if the dataset is on the Hub or at a URI, or if its rows refer to image
-        files.
+        `priority` and `title` are not compared. If the earlier job failed or was cancelled, it is queued again. If it is done,
+        but the data may have changed (a dataset on the Hub or at a URI, or rows that refer to image files), the service creates
+        a new job, unless both submissions have the same `idempotency_key`.
 
         Args:
             dataset: path of a file on this machine, which is uploaded first; name ("ORGANISATION/NAME") of a dataset on the
@@ -185,109 +254,76 @@ class Client:
             split: name of the split to score, if `dataset` is a saved DatasetDict or a dataset on the Hub.
             idempotency_key: a key that identifies the job, or None to identify the job by its dataset, reference and settings.
                 A new key creates a new job. The service refuses a key that was already used for a different job.
-            settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
+            format: format of the dataset, or None to detect it from the columns.
+            max_length: maximum number of tokens in prompt and completion together, or None for no limit.
+            truncation_mode: which tokens to keep of a sequence that exceeds max_length: its start or its end.
+            ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, from 0 to 1, or None to
+                give all tokens the same weight. The weight is applied to the sums in the job's result.
+            priority: from -100 to 100. Jobs with a higher priority run first, and interrupt running jobs with a lower one.
+            title: title of the job on the service's pages.
 
-        Returns:
-            The job in its current state.
-
-        Raises:
-            UsageError: `dataset` is the path of a file that cannot be uploaded (see `upload`).
-            NotAllowedError: the service's settings do not allow the dataset's path or URI.
-            RequestRefusedError: the service does not know the reference, or refuses the idempotency key or another argument.
-            TypeError: `settings` contains a name that is not a job setting.
+        Raises NotAllowedError if the service's settings do not allow the dataset's path or URI.
         """
-        jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
             dataset = jobs.on_hub(dataset) or Uploaded(self.upload(dataset).name)
-        call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
-        return jobs.job_of(self._send(call))
+        settings = {
+            "reference": reference,
+            "format": format,
+            "max_length": max_length,
+            "truncation_mode": truncation_mode,
+            "ld_alpha": ld_alpha,
+            "priority": priority,
+            "title": title,
+        }
+        content = json.dumps({**settings, "dataset": jobs.described(dataset) | {"split": split}}).encode()
+        headers = {"content-type": "application/json"}
+        if idempotency_key is not None:
+            headers["idempotency-key"] = idempotency_key
+        # The request is safe to repeat: the service recognizes a job by its key or its content.
+        return jobs.job_of(self._send(Call("POST", "/v1/jobs", content=content, headers=headers)))
 
     def job(self, job: str) -> Job:
-        """Return a job in its current state.
-
-        Args:
-            job: id of the job.
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404).
-        """
-        return jobs.job_of(self._send(jobs.job_call(job)))
+        """Return a job in its current state."""
+        return jobs.job_of(self._send(Call("GET", jobs.path(job))))
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """Return up to `limit` jobs, newest first.
-
-        Args:
-            state: return only jobs in this state.
-            before: return only jobs that are older than the job with this id. To get the next page, pass the `next_before` of
-                the current page.
-            limit: maximum number of jobs on a page, from 1 to 1,000.
-        """
-        return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
+        """Return up to `limit` jobs (1 to 1,000), newest first. For the next page, pass its `next_before` as `before`."""
+        params = {name: value for name, value in (("state", state), ("before", before)) if value is not None}
+        return jobs.page_of(self._send(Call("GET", "/v1/jobs", {**params, "limit": limit})))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job. A queued job is cancelled immediately, and a running job after its current forward pass.
+        """Cancel a job: a queued job immediately, and a running job after its current forward pass.
 
-        The values that the job has already computed stay in the store.
-
-        Args:
-            job: id of the job.
-
-        Returns:
-            The job in its current state, which can still be "running".
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404), or the job is done or has failed (409).
+        The values that the job has already computed stay in the store. Raises RequestRefusedError (409) if the job has ended.
         """
-        return self._run(jobs.cancel_plan(job))
+        try:
+            return jobs.job_of(self._send(Call("DELETE", jobs.path(job))))
+        except RequestRefusedError as error:
+            if error.status != 409 or (found := self.job(job)).state != "cancelled":
+                raise
+            return found  # an attempt whose response was lost has cancelled the job
 
     def retry(self, job: str) -> Job:
-        """Queue a failed or cancelled job again.
-
-        Args:
-            job: id of the job.
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404), or the job has not failed and was not cancelled (409).
-        """
-        return jobs.job_of(self._send(jobs.retry_call(job)))
+        """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for other jobs."""
+        # The request is not sent again if the service may have seen it. If somebody has cancelled the job since then, a second
+        # request would queue the job again.
+        return jobs.job_of(self._send(Call("POST", jobs.path(job, "/retry"), again=protocol.NOT_SENT)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Return the report on a completed job's values: histograms, outliers, and the first 100 rows without values.
-
-        Args:
-            job: id of the job.
-
-        Returns:
-            A dict with the keys histograms (a dict of histograms by name), outliers (a list of rows with unusual values),
-            bad_rows (a list of the first 100 rows without values) and dropped_rows (a number of rows).
-
-        Raises:
-            RequestRefusedError: the job does not exist or has no report (status 404), the job is not done (409), or the report
-                is too large (413).
+        """Return the report on a completed job's values: a dict with histograms, outliers, bad_rows (the first 100 rows without
+        values) and dropped_rows (a number). Raises RequestRefusedError (409) if the job is not done.
         """
-        return jobs.report_of(self._send(jobs.report_call(job)))
+        return protocol.parsed(self._send(Call("GET", jobs.path(job, "/report"))), dict)
 
     def result(self, job: str, output_path: str | Path) -> Path:
-        """Save a completed job's values as a Parquet file.
+        """Save a completed job's values as a Parquet file, with one row per row of the dataset, in the same order.
 
-        The file has one row per row of the dataset, in the same order. An existing file is replaced only when the new file is
-        complete.
-
-        Args:
-            job: id of the job.
-            output_path: file to write. Its name must end in .parquet, and its folder must exist.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            RequestRefusedError: the job does not exist (status 404), is not done (409), or has no result because no row of its
-                dataset could be read (404).
-            UsageError: the file cannot be written.
+        An existing file is replaced only when the new file is complete. Raises RequestRefusedError if the job is not done (409)
+        or has no result because no row of its dataset could be read (404), and UsageError if the file cannot be written.
         """
         output = files.check_output(output_path)
         with write_atomically(output) as hidden, hidden.open("wb") as partial:
-            self._send(jobs.result_call(job, partial))
+            self._send(Call("GET", jobs.path(job, "/result"), into=partial))
         return output
 
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
@@ -347,7 +383,9 @@ class Client:
         for found in self.events(job, timeout=timeout):
             if on_change is not None:
                 on_change(found)
-        return jobs.checked(found, check)
+        if check and found.state != "done":
+            raise JobFailedError(found)
+        return found
 
     def close(self) -> None:
         self._http.close()
@@ -357,20 +395,6 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _run(self, plan: protocol.Plan[T]) -> T:
-        try:
-            call = next(plan)
-            while True:
-                try:
-                    answer = self._send(call)
-                except ServiceError as error:
-                    call = plan.throw(error)
-                else:
-                    call = plan.send(answer)
-        except StopIteration as end:
-            outcome: T = end.value
-            return outcome
 
     def _send(self, call: protocol.Call) -> httpx.Response:
         for attempt in count(1):
@@ -391,216 +415,8 @@ class Client:
             if call.into is None or not answer.is_success:
                 answer.read()
             else:
-                files.emptied(call.into)
+                call.into.seek(0)
+                call.into.truncate()  # removes what an earlier attempt wrote
                 for chunk in answer.iter_bytes():
                     call.into.write(chunk)
-                protocol.check_whole(answer, call.into)
         return answer
-
-
-class AsyncClient:
-    """The asyncio version of `Client`.
-
-    Use the client in `async with`, await its methods, and iterate over the result of `events` with `async for`.
-
-    Args:
-        url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token, or None to use $REFLOGP_TOKEN. Not needed if the service has no tokens in its settings
-            (it then listens only on loopback).
-        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds (10 minutes in `score`).
-
-    Examples:
-        >>> import asyncio
-        >>> from reflogp.client import AsyncClient
-        >>> async def score():
-        ...     async with AsyncClient("http://127.0.0.1:8311") as client:
-        ...         return await client.score("sft", [[1, 5, 9]], [[7, 2]])
-        >>> asyncio.run(score())
-        Scores(
-            1 sequence, 2 log-probs: 0 hits
-            ... s computing, ... s in the queue
-            reference ...
-        )
-    """
-
-    def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._timeout = timeout
-        self._http = httpx.AsyncClient(**_options(self.url, token, timeout))
-
-    async def references(self) -> list[protocol.ReferenceInfo]:
-        """See Client.references."""
-        return protocol.references_of(await self._send(protocol.references_call()))
-
-    async def lookup(
-        self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
-    ) -> protocol.Lookup:
-        """See Client.lookup."""
-        return await self._run(protocol.lookup_plan(reference, keys, values, snapshot))
-
-    async def score(
-        self,
-        reference: str,
-        prompts: TokenIds,
-        completions: TokenIds,
-        *,
-        temperature: float = 1.0,
-        cache_read: bool = True,
-        cache_write: bool = False,
-        deadline: float | None = None,
-        attention_masks: TokenIds | None = None,
-    ) -> Scores:
-        """See Client.score."""
-        table = scoring.sequences(prompts, completions, attention_masks)
-        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
-        return await self._run(plan)
-
-    async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """See Client.upload. `progress` may be called in a worker thread instead of the event loop's thread."""
-        return await self._run(jobs.upload_plan(await asyncio.to_thread(files.local_file, path, name, progress)))
-
-    async def submit(
-        self,
-        dataset: Dataset,
-        reference: str,
-        *,
-        split: str = "train",
-        idempotency_key: str | None = None,
-        **settings: Unpack[JobSettings],
-    ) -> Job:
-        """See Client.submit."""
-        jobs.check_settings(settings)
-        if isinstance(dataset, str | Path):
-            dataset = jobs.on_hub(dataset) or Uploaded((await self.upload(dataset)).name)
-        call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
-        return jobs.job_of(await self._send(call))
-
-    async def job(self, job: str) -> Job:
-        """See Client.job."""
-        return jobs.job_of(await self._send(jobs.job_call(job)))
-
-    async def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """See Client.jobs."""
-        return jobs.page_of(await self._send(jobs.jobs_call(state, before, limit)))
-
-    async def cancel(self, job: str) -> Job:
-        """See Client.cancel."""
-        return await self._run(jobs.cancel_plan(job))
-
-    async def retry(self, job: str) -> Job:
-        """See Client.retry."""
-        return jobs.job_of(await self._send(jobs.retry_call(job)))
-
-    async def report(self, job: str) -> dict[str, Any]:
-        """See Client.report."""
-        return jobs.report_of(await self._send(jobs.report_call(job)))
-
-    async def result(self, job: str, output_path: str | Path) -> Path:
-        """See Client.result."""
-        output = files.check_output(output_path)
-        with write_atomically(output) as hidden, hidden.open("wb") as partial:
-            await self._send(jobs.result_call(job, partial))
-        return output
-
-    async def events(self, job: str, *, timeout: float | None = None) -> AsyncGenerator[Job, None]:
-        """See Client.events."""
-        following = Following(job, self.url, timeout)
-        while not following.ended:
-            cause: protocol.Outcome = None
-            try:
-                async with self._http.stream(**protocol.arguments(following.call())) as answer:
-                    if answer.is_success:
-                        async for chunk in answer.aiter_bytes():
-                            for found in following.take(chunk):
-                                yield found
-                            if following.ended:
-                                return
-                    else:
-                        await answer.aread()
-                        cause = answer
-            except httpx.TransportError as error:
-                cause = error
-            await asyncio.sleep(following.pause(cause))
-
-    async def watch(
-        self,
-        job: str,
-        on_change: Callable[[Job], None] | None = None,
-        *,
-        timeout: float | None = None,
-        check: bool = False,
-    ) -> Job:
-        """See Client.watch."""
-        async with aclosing(self.events(job, timeout=timeout)) as changes:
-            async for found in changes:
-                if on_change is not None:
-                    on_change(found)
-        return jobs.checked(found, check)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def _run(self, plan: protocol.Plan[T]) -> T:
-        try:
-            call = next(plan)
-            while True:
-                try:
-                    answer = await self._send(call)
-                except ServiceError as error:
-                    call = plan.throw(error)
-                else:
-                    call = plan.send(answer)
-        except StopIteration as end:
-            outcome: T = end.value
-            return outcome
-
-    async def _send(self, call: protocol.Call) -> httpx.Response:
-        for attempt in count(1):
-            try:
-                answer: protocol.Outcome = await self._send_once(call)
-            except httpx.TransportError as error:
-                answer = error
-            pause = protocol.pause_after(answer, call, attempt, self.url)
-            if pause is None:
-                break
-            await asyncio.sleep(pause)
-        assert isinstance(answer, httpx.Response)
-        return answer
-
-    async def _send_once(self, call: protocol.Call) -> httpx.Response:
-        body = call.content.async_chunks() if isinstance(call.content, files.LocalFile) else call.content
-        async with self._http.stream(**protocol.arguments(call), content=body) as answer:
-            if call.into is None or not answer.is_success:
-                await answer.aread()
-            else:
-                files.emptied(call.into)
-                async for chunk in answer.aiter_bytes():
-                    await asyncio.to_thread(call.into.write, chunk)
-                protocol.check_whole(answer, call.into)
-        return answer
-
-
-def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
-    """Return the keyword arguments for httpx.Client and httpx.AsyncClient. Raise UsageError for an unusable URL or token."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"service {url!r}: the URL must begin with http:// or https://")
-    headers = {"user-agent": f"reflogp/{version('reflogp')}"}
-    token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UsageError("the token contains characters that are not allowed; use it exactly as `reflogp token` printed it")
-    if token:
-        headers["authorization"] = f"Bearer {token}"
-    seconds = protocol.ANSWER_SECONDS if timeout is None else timeout
-    return {
-        "base_url": url,
-        "headers": headers,
-        "timeout": httpx.Timeout(seconds, connect=min(seconds, protocol.CONNECT_SECONDS)),
-    }

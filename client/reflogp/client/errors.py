@@ -1,23 +1,10 @@
-"""The exception classes of the client and of exports. All are subclasses of the store's ReflogpError.
-
-ReflogpError (reflogp.store.errors)
-├── RowsWithoutValuesError    an export needs a value for every row, but some rows have none
-└── ServiceError              a service could not do what was requested
-    ├── ServiceUnreachableError   no connection, a lost connection, or no response in time
-    ├── DeadlineExceededError     504, or the caller's deadline or timeout has passed
-    ├── ServiceBusyError          429 or 503 at every attempt
-    ├── NotAllowedError           401 or 403
-    ├── RequestRefusedError       any other 4xx, for example for an invalid request or an unknown job
-    ├── ServiceFailedError        any other 5xx, an unreadable response, or an upload that arrived damaged
-    ├── SequencesRefusedError     some sequences could not be scored; contains the values of the others
-    └── JobFailedError            a job failed or was cancelled
+"""The exception classes of the client. All are subclasses of the store's ReflogpError.
 
 For an invalid argument, the client raises the store's UsageError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from reflogp.store import ReflogpError
@@ -30,34 +17,6 @@ if TYPE_CHECKING:
 
 #: Maximum number of sequences whose problems an error message quotes. Any further sequences are only counted.
 _TOLD = 3
-#: Maximum number of rows that an error message lists. Any further rows are only counted.
-_NAMED = 10
-
-
-class RowsWithoutValuesError(ReflogpError):
-    """Some rows of a dataset have no values, but the export format needs a value for every row.
-
-    Attributes:
-        reasons: dict from the number of each row without values to the reason why it has none, or to "" if the reason is
-            unknown. Row numbers start at 0 and are in ascending order.
-        rows: number of rows in the dataset.
-    """
-
-    def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
-        super().__init__(
-            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs values "
-            "for every row of the dataset: score these rows or remove them from the dataset, then join the dataset again"
-        )
-        self.reasons = dict(sorted(reasons.items()))
-        self.rows = rows
-
-
-def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """Return a phrase such as "rows 4 (too long), 5, 9": the first row numbers, each followed by its reason if it is known."""
-    numbers = sorted(map(int, rows))
-    told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-    return f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(told)}{more}"
 
 
 class ServiceError(ReflogpError):
@@ -79,33 +38,19 @@ class ServiceUnreachableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The deadline or timeout passed before the request or the job was completed.
-
-    The deadline or timeout is the caller's argument `deadline` or `timeout`. For `score` without a deadline, it is the
-    service's setting `deadline_seconds`. `status` is 504 if the service reported the error, otherwise None.
-    """
+    """The caller's deadline or timeout, or the service's `deadline_seconds`, passed before the request or job was completed."""
 
 
 class ServiceBusyError(ServiceError):
-    """At every attempt, the service was too busy or temporarily unable to process the request (status 429 or 503).
-
-    For example, its queue was full, no worker was running, or the store could not be used.
-    """
+    """At every attempt, the service was too busy or temporarily unable to process the request (status 429 or 503)."""
 
 
 class NotAllowedError(ServiceError):
-    """The token is missing or invalid (status 401), or the service does not allow the request (403).
-
-    Two reasons for status 403 are that the token does not have the required scope, and that the service's settings do not allow
-    a dataset's path or URI.
-    """
+    """The token is missing or invalid (status 401), or its scopes or the service's settings forbid the request (403)."""
 
 
 class RequestRefusedError(ServiceError):
-    """The service refused the request, for example because the request is invalid or names an unknown job.
-
-    The status is any 4xx status except 401, 403 and 429.
-    """
+    """The service refused the request as invalid, or because it names an unknown job (any 4xx except 401, 403 and 429)."""
 
 
 class ServiceFailedError(ServiceError):

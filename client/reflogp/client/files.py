@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from reflogp.store import UsageError
 
@@ -19,21 +17,13 @@ _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 #: A callback that receives (bytes done, total bytes).
 Progress = Callable[[int, int], None]
 
-
 #: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to upload, with the size and digest that it had when `local_file` read it.
-
-    Attributes:
-        name: name under which a service will keep the file.
-        size: size in bytes.
-        sha256: hexadecimal digest of the content.
-        progress: called with (bytes sent, total bytes) while the file is being sent.
-    """
+    """A file to upload, with the size in bytes and the hexadecimal digest that it had when `local_file` read it."""
 
     path: Path
     name: str
@@ -58,27 +48,9 @@ class LocalFile:
         if sent != self.size:
             raise UsageError(f"{self.path} changed while it was being sent; send it again when it is complete")
 
-    async def async_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's bytes in chunks, and read each chunk outside the event loop's thread.
-
-        Raises UsageError if the file cannot be read or its size is no longer `size`.
-        """
-        chunks = self.chunks()
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            yield chunk
-
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Read a whole file to compute its size and digest, and return a LocalFile that can be uploaded.
-
-    Args:
-        name: name under which a service will keep the file. The default name consists of the first 12 digits of the file's
-            digest, a hyphen and the file's local name, so that different files with the same name do not replace each other.
-
-    Raises:
-        UsageError: the file does not exist, is a folder or cannot be read, or its name on the service does not have the suffix
-            of a dataset file.
-    """
+    """Read a whole file to compute its size and digest. Raises UsageError if it is no dataset file that can be read."""
     found = Path(path).expanduser()
     if found.is_dir():
         raise UsageError(
@@ -104,7 +76,6 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
 
 
 def is_dataset_name(name: str) -> bool:
-    """Return True if a file's name has the suffix of a dataset file."""
     return _KNOWN.search(name) is not None
 
 
@@ -115,20 +86,9 @@ def _upload_name(name: str, digest: str) -> str:
 
 
 def check_output(path: str | Path) -> Path:
-    """Check the path of a Parquet file that will be written, and return it as a Path.
-
-    Raises UsageError if the name does not end in .parquet, or if the folder does not exist.
-    """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
         raise UsageError(f"the output {path} is written as a Parquet file, so its name must end in .parquet")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is not a folder")
     return output
-
-
-def emptied(file: IO[bytes]) -> IO[bytes]:
-    """Remove what an earlier attempt wrote to the file, and return the file."""
-    file.seek(0)
-    file.truncate()
-    return file

@@ -1,14 +1,16 @@
-"""Define plain Python types for the jobs, uploads and datasets of a service."""
+"""What a service accepts and returns: datasets, uploads, jobs, references, stored values and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from reflogp.store.texts import counted, short_repr
-from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -24,11 +26,6 @@ class ServicePath:
 
     Attributes:
         path: absolute path on that machine.
-
-    Examples:
-        >>> from reflogp.client import ServicePath
-        >>> ServicePath("/data/pairs.jsonl")  # for Client.submit
-        ServicePath(path='/data/pairs.jsonl')
     """
 
     path: str
@@ -43,11 +40,6 @@ class ServiceUri:
             Hugging Face Hub, use hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or
             hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.
-
-    Examples:
-        >>> from reflogp.client import ServiceUri
-        >>> ServiceUri("s3://team/pairs.parquet")  # for Client.submit
-        ServiceUri(uri='s3://team/pairs.parquet', config=None)
     """
 
     uri: str
@@ -60,49 +52,9 @@ class Uploaded:
 
     Attributes:
         name: name of the file on the service, as in UploadInfo.
-
-    Examples:
-        >>> from reflogp.client import Client, Uploaded
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     name = client.upload("pairs.jsonl").name
-        ...     job = client.submit(Uploaded(name), "sft", max_length=512)
-        >>> job.dataset["upload"] == name
-        True
     """
 
     name: str
-
-
-class JobSettings(TypedDict, total=False):
-    """The settings of a job, with the names that the service uses.
-
-    The service uses its defaults for settings that are omitted or None.
-
-    Attributes:
-        format: format of the dataset, or None to detect it from the columns.
-        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
-        truncation_mode: which tokens to keep of a sequence that exceeds max_length: "keep_start" (the default) keeps the start,
-            "keep_end" keeps the end.
-        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, from 0 to 1, or None to give
-            all tokens the same weight. The weight is applied to the sums in the job's result.
-        priority: from -100 to 100, 0 by default. Jobs with a higher priority run first, and interrupt running jobs with a lower
-            priority.
-        title: title of the job on the service's pages.
-
-    Examples:
-        >>> from reflogp.client import Client, JobSettings
-        >>> settings: JobSettings = {"max_length": 1024, "priority": 5}
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     client.submit("pairs.jsonl", "sft", **settings).settings["max_length"]
-        1024
-    """
-
-    format: Format | None
-    max_length: int | None
-    truncation_mode: TruncationMode
-    ld_alpha: float | None
-    priority: int
-    title: str
 
 
 @dataclass(frozen=True)
@@ -114,12 +66,6 @@ class UploadInfo:
         bytes: size of the file in bytes.
         sha256: SHA-256 digest of the file, 64 hex digits.
         uploaded_at: time of the upload, with a time zone.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     print(client.upload("pairs.jsonl", "pairs.jsonl"))
-        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
     """
 
     name: str
@@ -148,13 +94,6 @@ class JobProgress:
         tokens_per_second: current scoring rate, averaged over the last few seconds.
         seconds: number of seconds since the latest attempt began.
         seconds_left: estimated seconds left at the attempt's average rate, or None while unknown.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
-        >>> job.progress
-        JobProgress(... of ... sequences: ... hits, ... scored...)
     """
 
     rows: int = 0
@@ -186,7 +125,7 @@ class Job:
     """The state of a job at one point in time.
 
     If the job was first submitted with another token, and the client's token has neither the scope "read" nor "admin", the
-    service hides details: note, error and summary are None, and submitted_by and throughput are empty. In this case, `submit`
+    service hides details: note, error and summary are None, and submitted_by is empty. In this case, `submit`
     returns the job with the settings and dataset that were passed to `submit`. `cancel` and `retry` return the
     job with an empty dataset, an empty title and priority 0.
 
@@ -207,14 +146,6 @@ class Job:
         finished_at: time when the job was completed, failed or was cancelled, or None if it has not ended.
         attempts: number of times that a worker has started the job.
         submitted_by: name of the token with which the job was first submitted.
-        throughput: list of pairs (seconds since the latest attempt began, tokens per second).
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
-        >>> job.state, job.finished, job.summary["rows"]
-        ('done', True, 32)
     """
 
     id: str
@@ -231,7 +162,6 @@ class Job:
     finished_at: datetime | None = None
     attempts: int = 0
     submitted_by: str = ""
-    throughput: list[tuple[float, float]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return short_repr(
@@ -267,14 +197,6 @@ class JobPage:
         jobs: the jobs on this page.
         counts: dict from each state to the number of jobs in this state, on all pages.
         next_before: value to pass as `before` in order to get the next page, or None on the last page.
-
-    Examples:
-        >>> from reflogp.client import Client
-        >>> with Client("http://127.0.0.1:8311") as client:
-        ...     id = client.submit("pairs.jsonl", "sft").id
-        ...     page = client.jobs(limit=50)
-        >>> id in [job.id for job in page.jobs]
-        True
     """
 
     jobs: list[Job]
@@ -286,3 +208,87 @@ class JobPage:
         more = f"… and {len(self.jobs) - _SHOWN_JOBS} more" if len(self.jobs) > _SHOWN_JOBS else ""
         shown = [job._named() for job in self.jobs[:_SHOWN_JOBS]]
         return short_repr("JobPage", f"{counted(len(self.jobs), 'job')}; on all pages {counts or 'none'}", *shown, more)
+
+
+@dataclass(frozen=True)
+class ReferenceInfo:
+    """A reference model that is named in a service's settings, or has values in the service's store.
+
+    Attributes:
+        name: name of the reference in the service's settings, or None if only the service's store contains the reference.
+        reference_id: id of the reference, 32 hex digits.
+        model: name of the model's folder, or the model's hub id.
+        dtype: dtype in which the model computes.
+        lm_head_dtype: dtype of the model's logits.
+        snapshot: number of the latest snapshot, or None if nothing is stored.
+        sequences: number of stored sequences.
+    """
+
+    name: str | None
+    reference_id: str
+    model: str
+    dtype: str
+    lm_head_dtype: str
+    snapshot: int | None
+    sequences: int
+
+    def __repr__(self) -> str:
+        name = self.name if self.name is not None else "only in the store"
+        stored = f"{counted(self.sequences, 'sequence')} in snapshot {self.snapshot}" if self.sequences else "nothing stored"
+        return short_repr("ReferenceInfo", f"{name}: {self.model} in {self.dtype}, {stored}, reference {self.reference_id}")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The values that a store has for n keys.
+
+    Attributes:
+        lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
+        sums: sum of each key's values in nats, float64 of shape (n,), or NaN for a miss.
+        token_logps: list with one item for each key: a float32 array, or None for a miss. If values were not requested,
+            `token_logps` itself is None.
+        reference_id: id of the reference whose values were looked up.
+        snapshot: number of the snapshot in which the keys were looked up.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    sums: npt.NDArray[np.float64]
+    token_logps: list[npt.NDArray[np.float32] | None] | None
+    reference_id: str
+    snapshot: int
+
+    def __repr__(self) -> str:
+        found = f"{int((self.lengths >= 0).sum()):,} of {counted(len(self.lengths), 'key')}"
+        return short_repr("Lookup", f"{found} found in snapshot {self.snapshot} of reference {self.reference_id}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The log-probs of n sequences.
+
+    If the sequences were sent in several requests, engine_seconds and queue_seconds are totals over these requests.
+
+    Attributes:
+        token_logps: list with one float32 array for each sequence, in the order of the request. Each array has one value per
+            completion token, in nats.
+        reference_id: id of the reference model that computed the values.
+        hits: number of sequences whose values came from the store.
+        engine_seconds: seconds from the start of the computation to its last value; 0 if all values came from the store. If the
+            service computed other requests together with this one, the time can include work on them.
+        queue_seconds: seconds that the request waited before its computation started, including the time to load the model.
+    """
+
+    token_logps: list[npt.NDArray[np.float32]]
+    reference_id: str
+    hits: int
+    engine_seconds: float
+    queue_seconds: float
+
+    def __repr__(self) -> str:
+        values = sum(map(len, self.token_logps))
+        return short_repr(
+            "Scores",
+            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {counted(self.hits, 'hit')}",
+            f"{self.engine_seconds:.2f} s computing, {self.queue_seconds:.2f} s in the queue",
+            f"reference {self.reference_id}",
+        )

@@ -148,12 +148,13 @@ class EngineChoice:
         On a CPU, the default is float32, for two reasons: a CPU without bfloat16 instructions is slower in bfloat16, and small
         models are usually trained in float32 on a CPU. vLLM and the server of a remote engine are assumed to have a GPU.
         """
+        if self.name != "torch" or self.device not in ("auto", "cpu"):
+            return "bfloat16"
+        if self.device == "cpu":
+            return "float32"
         import torch
 
-        if self.name != "torch":
-            return "bfloat16"
-        on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
-        return "float32" if on_cpu else "bfloat16"
+        return "bfloat16" if torch.cuda.is_available() else "float32"
 
     def require_dtype(self, dtype: str) -> None:
         if self.name != "torch" and autocast_dtype(dtype) is not None:

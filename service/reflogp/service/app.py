@@ -24,7 +24,7 @@ from reflogp.service.metrics import Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
-from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.registry import ReferenceRegistry, with_dtypes
 from reflogp.service.request_ids import RequestIds
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
@@ -57,6 +57,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
             settings contain a store URI, a reference or a device that cannot be used.
         CheckpointError: the model folder of a reference cannot be used (see ReferenceRegistry).
     """
+    settings = with_dtypes(settings)
     folder = settings.state_folder()
     lock = StateLock(folder)
     metrics = Metrics()

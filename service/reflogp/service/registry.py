@@ -6,6 +6,7 @@ This module does not load any models. The registry is safe to use from several t
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.machine import gpus_in_a_child
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ReferenceSettings, ServerSettings
 from reflogp.service.threads import Threads
@@ -29,8 +32,11 @@ from reflogp.store import (
     resolve_model,
 )
 from reflogp.store.keys import KEY_TYPE
+from reflogp.store.reference import AUTO
 from reflogp.store.storage import is_local, require_scheme
+from reflogp.store.store import choose_reference
 
+_logger = logging.getLogger(__name__)
 _NO_KEYS = pa.array([], KEY_TYPE)
 #: Number of calls that may read the store at the same time, and how many seconds a request waits for one.
 _THREADS, _SECONDS = 16, 120.0
@@ -56,6 +62,28 @@ class RegisteredReference:
     rows: int = 0
     bytes: int = 0
     problem: str | None = None
+
+
+def with_dtypes(settings: ServerSettings) -> ServerSettings:
+    """Return the settings with a dtype in place of each dtype "auto", chosen as `reflogp score` chooses it."""
+    chosen = {}
+    for name, entry in settings.references.items():
+        if entry.dtype != AUTO:
+            continue
+        devices = set(settings.devices)
+        on_cpu = devices == {"cpu"} or (devices <= {"all", "auto"} and gpus_in_a_child() == 0)
+        engine = EngineChoice(entry.engine, device="cpu" if on_cpu else "cuda")
+        found, reason = choose_reference(
+            Store(settings.store),
+            entry.model,
+            otherwise=engine.default_dtype(),
+            lm_head_dtype=entry.lm_head_dtype,
+            revision=entry.revision,
+        )
+        _logger.info("reference %s: %s", name, reason)
+        of_head = None if found.lm_head_dtype == found.dtype else found.lm_head_dtype
+        chosen[name] = entry.model_copy(update={"dtype": found.dtype, "lm_head_dtype": of_head})
+    return settings.model_copy(update={"references": settings.references | chosen})
 
 
 class ReferenceRegistry:

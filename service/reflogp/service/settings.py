@@ -9,7 +9,7 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…"                            # digest of the token; `reflogp token trainers` prints these four lines
+    sha256 = "…"                            # digest of the token; `reflogp token trainers --config serve.toml` writes these
     scopes = ["score"]
 """
 
@@ -49,9 +49,11 @@ class ReferenceSettings(BaseModel):
         description="A model folder (with config.json and safetensors files), the folder of a PEFT adapter, or a hub id."
     )
     dtype: str = Field(
-        "bfloat16",
+        "auto",
         description="Compute dtype: `bfloat16`, `float32` or `float16`; `bfloat16-autocast` or `float16-autocast` (float32 "
-        "weights under torch.autocast); or `checkpoint` (the dtype in config.json). It is part of the reference id.",
+        "weights under torch.autocast); `checkpoint` (the dtype in config.json); or `auto`, as in `reflogp score`: the dtype "
+        "of the model's values in the store or, if there are none, `bfloat16`, or `float32` without a GPU. It is part of the "
+        "reference id.",
     )
     lm_head_dtype: str | None = Field(
         None,
