@@ -86,7 +86,8 @@ def serve(
 def token(
     name: Annotated[str, typer.Argument(help="Name of the token's user, shown in logs and as the submitter of jobs.")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="Scope of the token: read, score or admin; repeatable. Default: read, score.")
+        list[str] | None,
+        typer.Option(help="Scope of the token: read, score (includes read) or admin; repeatable. Default: score."),
     ] = None,
     config: Annotated[
         Path | None,
