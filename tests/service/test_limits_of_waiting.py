@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from reflogp.client import Client
 from reflogp.service import registry
 from reflogp.service.ledger import Ledger, QueueFullError
 from reflogp.service.metrics import Metrics
@@ -14,7 +15,10 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.settings import ServerSettings
 from reflogp.service.threads import Threads
+from tests.conftest import write_rows
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for
 from tests.service.test_ledger import put
+from tests.store.s3 import Relay, environment_of, s3_server
 
 
 def test_a_call_that_hangs_ends_for_its_caller_and_takes_no_thread_of_others():
@@ -127,3 +131,24 @@ def test_a_device_is_refused_only_if_all_are_full(online):
     with pytest.raises(Problem) as refused:
         online(pool, 21)
     assert refused.value.status == 429
+
+
+# A job whose store is away
+
+
+@pytest.mark.slow
+def test_a_job_whose_store_is_away_waits_and_goes_on(reference_folder, tmp_path, warm_python):
+    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as relay:
+        settings = {"token_budget": 64, "commit_seconds": 0.1, "devices": ["cpu"]}
+        file = settings_file(tmp_path, "s3://team/logps", {"ref": float32(reference_folder)}, **settings)
+        through = {**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
+        with environment_of(through), running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+            service.worker_ready()
+            job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=3)), "ref").id
+            wait_for(client, job, lambda found: found.progress.scored > 20)
+            relay.say("cut")
+            wait_for(client, job, lambda found: "the store cannot be reached" in (found.note or ""), 120)
+            relay.say("mend")
+            ended = client.watch(job, timeout=180)
+            assert (ended.state, ended.error) == ("done", None)
+            assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1000
