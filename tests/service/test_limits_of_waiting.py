@@ -41,6 +41,9 @@ def test_lookups_of_different_references_do_not_wait_for_each_other(tmp_path, mo
     meeting = threading.Barrier(2, timeout=10)  # both are in the store at the same time, or nobody gets on
 
     class Table:
+        def __init__(self, key):
+            self.reference = SimpleNamespace(reference_id=key)
+
         def snapshot(self, number):
             meeting.wait()
             return SimpleNamespace(stored_lengths=lambda keys: None)
@@ -48,7 +51,7 @@ def test_lookups_of_different_references_do_not_wait_for_each_other(tmp_path, mo
     class Meeting:
         def __getitem__(self, key):
             meeting.wait()
-            return Table()
+            return Table(key)
 
     monkeypatch.setattr(registry, "_is_id", lambda key: True)
     found.store = Meeting()
@@ -147,7 +150,7 @@ def test_a_job_whose_store_is_away_waits_and_goes_on(reference_folder, tmp_path,
             job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=3)), "ref").id
             wait_for(client, job, lambda found: found.progress.scored > 20)
             relay.say("cut")
-            wait_for(client, job, lambda found: "the store cannot be reached" in (found.note or ""), 120)
+            wait_for(client, job, lambda found: "the store cannot be used" in (found.note or ""), 120)
             relay.say("mend")
             ended = client.watch(job, timeout=180)
             assert (ended.state, ended.error) == ("done", None)

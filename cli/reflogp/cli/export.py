@@ -26,6 +26,7 @@ from reflogp.store.texts import counted
 
 #: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
+_SETTINGS = ("ld_alpha", "max_length", "truncation_mode", "reference_id", "reference_dtype", "snapshot")
 _LOGPS = tuple(PAIR_COLUMNS.values())
 _TOKENS = tuple(map(tokens_column, _LOGPS))
 #: Maximum number of rows that a message names, and that the output of --json lists.
@@ -106,9 +107,10 @@ def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:
     try:
         opened = pq.ParquetFile(file)
         names, metadata = opened.schema_arrow.names, opened.metadata.metadata
-        settings = json.loads(metadata[b"reflogp"])
+        found = json.loads(metadata[b"reflogp"])
+        settings = {name: found[name] for name in _SETTINGS}
         expected = json.loads(metadata[b"reflogp.coverage"])["rows"]
-    except (pa.ArrowException, OSError, TypeError, KeyError) as error:
+    except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{file} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
         raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")

@@ -33,7 +33,7 @@ JobId = Annotated[
 #: What a service advises as a route, and the command that does the same. Other routes are shown as curl commands.
 _COMMANDS = {
     "POST /v1/jobs/ID/retry": "reflogp jobs retry {url} {job}",
-    "GET /v1/jobs/ID/result": "reflogp jobs result {url} {job}",
+    "GET /v1/jobs/ID/result": "reflogp jobs result {url} {job} -o FILE.parquet",
     "GET /v1/jobs": "reflogp jobs ls {url}",
     "GET /v1/references": "reflogp doctor --url {url}",
     "PUT /v1/uploads/NAME": "reflogp submit {url} FILE",

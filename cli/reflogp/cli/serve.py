@@ -53,7 +53,7 @@ def serve(
 ) -> None:
     """Run the scoring service, which handles jobs, online requests and lookups over HTTP, and serves web pages.
 
-    The service's page /docs lists every route. Unfinished jobs continue when the service is restarted. Without tokens, the
+    Its /openapi.json describes every route. Unfinished jobs continue when the service is restarted. Without tokens, the
     service listens only on loopback. `reflogp token NAME` creates a token for the settings file. For TLS, run a proxy in front
     of the service.
 

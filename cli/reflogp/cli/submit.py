@@ -23,7 +23,7 @@ def submit(
         typer.Argument(
             help="Dataset: a local file to upload (.parquet, .arrow, .jsonl, .json or .csv; the last three can be compressed, "
             "such as .csv.gz). If the service's settings allow downloads, DATA can also be the name of a dataset on the Hub "
-            "(ORGANISATION/NAME) or a URI (https://, s3://, hf://datasets/ORGANISATION/NAME, "
+            "(ORGANISATION/NAME) or a URI (s3://, gs://, az://, hf://datasets/ORGANISATION/NAME, "
             "hf://datasets/ORGANISATION/NAME/FILE). With --on-service, DATA is a path on the service's machine.",
             metavar="DATA",
         ),

@@ -19,7 +19,6 @@ import pyarrow as pa
 from reflogp.client import files, jobs, protocol, tables
 from reflogp.client.errors import (
     JobFailedError,
-    NotAllowedError,
     RequestRefusedError,
     SequencesRefusedError,
     ServiceFailedError,
@@ -210,8 +209,8 @@ class Client:
         route = f"/v1/uploads/{quote(file.name, safe='')}"
         try:
             there = jobs.upload_of(self._send(Call("GET", route)))
-        except (RequestRefusedError, NotAllowedError) as error:
-            if error.status not in (403, 404):  # a token may have permission to upload but not to read
+        except RequestRefusedError as error:
+            if error.status != 404:
                 raise
         else:
             if (there.bytes, there.sha256) == (file.size, file.sha256):

@@ -36,7 +36,7 @@ class ServiceUri:
     """A dataset that the service downloads from a URI, if the service's settings allow this URI.
 
     Attributes:
-        uri: URI with the scheme https, http, s3, gs, az or hf, including the query string if there is one. For a dataset on the
+        uri: URI with the scheme s3, gs, az or hf. For a dataset on the
             Hugging Face Hub, use hf://datasets/ORGANISATION/NAME for the split that is passed to `submit`, or
             hf://datasets/ORGANISATION/NAME/FILE for one file. Both forms can have @REVISION after NAME.
         config: config (subset) of a dataset on the Hub, or None for the default config.

@@ -13,7 +13,7 @@ from reflogp.service.problems import Problem
 #: A request whose body has more bytes than this is large.
 LARGE_BYTES = 256 << 10
 #: A large request that has waited for this many seconds is rejected.
-_PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
 
 
 class LargeRequests:
@@ -33,14 +33,14 @@ class LargeRequests:
         if declared is not None and declared <= LARGE_BYTES:
             yield
             return
-        async with self.turn():
+        async with self.turn(PATIENCE_SECONDS):
             yield
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn. Raise Problem 503 with Retry-After if other large requests take too long."""
+    async def turn(self, patience: float | None) -> AsyncIterator[None]:
+        """Wait for a turn. Raise Problem 503 with Retry-After if it does not come within `patience` seconds."""
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(patience):
                 await self._semaphore.acquire()
         except TimeoutError:
             raise Problem(

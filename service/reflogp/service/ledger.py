@@ -258,15 +258,10 @@ class Ledger:
 
         return self._file.write(requeue)
 
-    def waiting(self) -> int:
-        """Return the number of queued jobs."""
-        row = self._one("select count(*) n from job where state = 'queued'")
-        return int(row["n"]) if row else 0
-
-    def highest_queued_priority(self) -> int | None:
-        """Return the highest priority among queued jobs with a dataset file, or None if no queued job has a dataset file."""
-        query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
-        row = self._one(query)
+    def highest_queued_priority(self, but: Collection[str] = ()) -> int | None:
+        """Return the highest priority among queued jobs with a dataset file, except the jobs `but`; None if there are none."""
+        ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
+        row = self._one(f"select priority from job where {ready} order by priority desc, number limit 1", *but)
         return None if row is None else row["priority"]
 
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:

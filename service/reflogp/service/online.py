@@ -143,7 +143,11 @@ class OnlineScoring:
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
         if cache_read and storable:
-            known, snapshot = await self._registry.threads.run(self._look_up, model.reference_id, sequences)
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    known, snapshot = await self._registry.threads.run(self._look_up, model.reference_id, sequences)
+            except TimeoutError:
+                raise self._too_late() from None
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
         self._metrics.sequences.labels("online", "hit").inc(hits)
@@ -259,14 +263,15 @@ class OnlineScoring:
             raise _no_worker(self._pool.workers[0])
         load = int(_LOAD_SECONDS * self._tokens_per_second) or self._settings.max_queued_tokens // 8
 
-        def expected(worker: WorkerHandle) -> tuple[bool, int]:
+        def expected(worker: WorkerHandle) -> int:
             loads = 0 if reference_id in worker.loaded else 1 if len(worker.loaded) < worker.configuration.capacity else 2
-            return worker.late, self.queued_tokens(worker) + loads * load
+            return self.queued_tokens(worker) + loads * load
 
         def has_room(worker: WorkerHandle) -> bool:
             queued = self.queued_tokens(worker)
             return not queued or queued + tokens <= self._settings.max_queued_tokens
 
+        working = [worker for worker in working if not worker.late] or working
         free = [worker for worker in working if has_room(worker)]
         chosen = min(free or working, key=expected)
         if not free:

@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
@@ -71,8 +72,9 @@ _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 #: Number of dataset files that are hashed at the same time.
 _FILE_THREADS = 4
-#: A job whose store could not be reached is tried again after this many seconds.
-_STORE_PAUSE_SECONDS = 30.0
+#: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
+#: _LONGEST_STORE_PAUSE. It fails after more than _STORE_TRIES failures between two commits, which takes about three hours.
+_STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
 
 
 #: (Function that writes to the ledger, callback that is called with the function's result).
@@ -134,10 +136,12 @@ class Precompute:
         self._pending = PendingWrites(ledger)
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
+        self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
         self._pool: Pool | None = None
         self._helping: Helping
         self._running: dict[int, _Running] = {}  # worker number -> the job it is running
         self._cancelled: set[str] = set()  # ids of running jobs that must stop because they were cancelled
+        self._store_failures: Counter[str] = Counter()  # ids of running and queued jobs whose store could not be used
         self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._begins: set[asyncio.Task[None]] = set()
@@ -217,7 +221,8 @@ class Precompute:
             file, digest = received
             source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
         else:
-            source = await self._files.run(self._admit, request.dataset)
+            run = self._files.run if request.dataset.path is not None else to_thread.run_sync
+            source = await run(self._admit, request.dataset)
         asked = {
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
@@ -225,7 +230,7 @@ class Precompute:
             "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
-            "tokenizer": await self._files.run(self._registry.tokenizer_digest, request.reference),
+            "tokenizer": await self._models.run(self._registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
@@ -375,6 +380,8 @@ class Precompute:
                 progress = JobProgress(**message["progress"])
                 self._count(running, progress)
                 job = running.claim.id
+                if message["committed"]:
+                    self._store_failures.pop(job, None)
                 self._find_help(worker.number, running)
                 self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
             case "job" if running is not None and running.claim.id == message["job"]:
@@ -455,9 +462,15 @@ class Precompute:
             case "stopped" if running.cancelled.is_set():
                 return self._finish(job, "cancelled")
             case "stopped" if message["why"] == "store":
-                self._paused[job] = time.monotonic() + _STORE_PAUSE_SECONDS
-                asyncio.get_running_loop().call_later(_STORE_PAUSE_SECONDS, self._assign)
-                return self._give_back(job, f"the store cannot be reached: {shortened_without_secrets(message['error'])}")
+                error = f"the store cannot be used: {shortened_without_secrets(message['error'])}"
+                self._store_failures[job] += 1
+                if self._store_failures[job] > _STORE_TRIES:
+                    del self._store_failures[job]
+                    return self._finish(job, "failed", error=error)
+                pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
+                self._paused[job] = time.monotonic() + pause
+                asyncio.get_running_loop().call_later(pause, self._assign)
+                return self._give_back(job, error)
             case _:
                 why = {
                     "interrupted": "a job with higher priority needed the worker",
@@ -482,6 +495,7 @@ class Precompute:
         Args:
             changed: False if the job had already ended. The end is then neither counted nor logged again.
         """
+        self._store_failures.pop(job, None)
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
@@ -566,7 +580,7 @@ class Precompute:
             self._stop_if_cancelled()
             self._in_background(self._begin(worker, running))
             self._notify(claim.id)
-        highest = await to_thread.run_sync(self._ledger.highest_queued_priority)
+        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, self._pending.jobs | set(self._paused))
         busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.stop_reason]
         if highest is not None and busy and min(busy)[0] < highest:
             number = min(busy)[1]

@@ -10,6 +10,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import pyarrow as pa
 
@@ -107,6 +108,7 @@ class ReferenceRegistry:
         self._models = dict(settings.references)
         self._engines = {name: entry.engine for name, entry in settings.references.items()}
         self._tables: dict[str, LogprobTable] = {}
+        self._locks: dict[str, Lock] = {}
         #: Threads for all calls that read the store.
         self.threads = Threads("the store", _THREADS, _SECONDS)
         #: Why the store could not be read when it was last checked, "" if it could, or None before the first check.
@@ -244,9 +246,11 @@ class ReferenceRegistry:
         In addition to the errors that `table` raises, raise SnapshotNotFoundError if the snapshot does not exist or can no
         longer be read, and StoreUnavailableError if the table cannot be read.
         """
-        snapshot = self.table(name_or_id).snapshot(number)
-        snapshot.stored_lengths(_NO_KEYS)
-        return snapshot
+        table = self.table(name_or_id)
+        with self._locks.setdefault(table.reference.reference_id, Lock()):  # threads would each load the same index
+            snapshot = table.snapshot(number)
+            snapshot.stored_lengths(_NO_KEYS)
+            return snapshot
 
 
 def _is_id(text: str) -> bool:

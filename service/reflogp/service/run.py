@@ -81,6 +81,7 @@ def run(settings: ServerSettings) -> None:
         app,
         host=settings.host,
         port=settings.port,
+        http="h11",  # which limits the length of a request's head
         ws="none",
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,

@@ -36,11 +36,14 @@ class Threads:
 
         Raises Problem 503 if the call takes too long, in addition to what the function raises.
         """
+        limit = asyncio.timeout(self._seconds)
         try:
-            async with asyncio.timeout(self._seconds):
+            async with limit:
                 await self._free.acquire()
                 return await self._begun(partial(copy_context().run, function, *args))
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise Problem(
                 503,
                 f"{self._what} has not answered within {self._seconds:g} seconds",
@@ -70,5 +73,9 @@ class Threads:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(ended, result, error)
 
-        threading.Thread(target=work, name=self._what, daemon=True).start()
+        try:
+            threading.Thread(target=work, name=self._what, daemon=True).start()
+        except RuntimeError:  # the system allows no more threads
+            self._free.release()
+            raise
         return outcome

@@ -33,7 +33,9 @@ def write_atomically(target: Path) -> Iterator[Path]:
         if partial.exists():
             partial.replace(target)
     except OSError as error:
-        if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
+        if error.errno is None or (
+            error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}
+        ):
             raise  # the error is about another file, for example one that the block reads
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:

@@ -25,7 +25,7 @@ from reflogp.store.index import MISS, Int64s, Layer, Places
 from reflogp.store.keys import keys_as_words
 from reflogp.store.reference import Reference
 from reflogp.store.schema import list_sums
-from reflogp.store.shard import INDEX_COLUMNS, LEAST_GROUP_ROWS, READ_BYTES, Shard, ShardDamageError, ShardMissingError
+from reflogp.store.shard import INDEX_COLUMNS, Shard, ShardDamageError, ShardMissingError
 from reflogp.store.texts import counted, short_repr
 
 #: Maximum number of layers of the index. Shards that are indexed together form one layer, and a lookup searches every layer. If
@@ -35,8 +35,8 @@ _MAX_LAYERS = 8
 _READERS = 8
 #: Maximum number of rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
-#: Number of keys that are looked up in the index at a time, bytes of working memory per key, and bytes of the result per key.
-_FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
+#: Number of keys that are looked up in the index at a time.
+_FIND_KEYS = 131_072
 
 
 class Snapshot:
@@ -130,10 +130,6 @@ class Snapshot:
         layers = self._load_index()
         parts = [_look_up(layers, keys.slice(start, _FIND_KEYS)) for start in range(0, max(1, len(keys)), _FIND_KEYS)]
         return Found(self, Places.joined(parts))
-
-    def find_bytes(self, count: int) -> int:
-        """Return how many bytes of memory a lookup of `count` keys needs, including its result."""
-        return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         """Look up n keys. Return the number of stored values of each key, or -1 for a miss, as an int32 array of shape (n,)."""
@@ -262,16 +258,6 @@ class Found:
     def slice(self, start: int, stop: int) -> Found:
         """Return the results for the keys with the indices `start` to `stop` - 1."""
         return Found(self._snapshot, self._places.take(slice(start, stop)))
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that this object uses, in bytes."""
-        return _PLACE_BYTES * len(self.lengths)
-
-    def values_bytes(self, count: int) -> int:
-        """Return how many bytes of memory are needed to read token values and send them in batches of `count` bytes."""
-        group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
-        return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Return the sum of the first `lengths[i]` values of each key i, as a float64 array of shape (n,).

@@ -12,6 +12,7 @@ rows.
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
 import io
 import json
@@ -82,11 +83,14 @@ class LocalFiles:
     def _of_file(self, file: Path, copy: Path) -> Iterator[pa.Table | str]:
         """Yield a file's rows. If `datasets` cannot read the file, write its good rows to `copy`, and read that."""
         readable, done = file, 0
-        if file.suffix.lower() in _DECOMPRESSED:
-            readable = copy
-            with pa.input_stream(str(file), compression=COMPRESSIONS[file.suffix.lower()]) as packed, copy.open("wb") as sink:
-                shutil.copyfileobj(packed, sink)
         try:
+            if file.suffix.lower() in _DECOMPRESSED:
+                readable = copy
+                with (
+                    pa.input_stream(str(file), compression=COMPRESSIONS[file.suffix.lower()]) as packed,
+                    copy.open("wb") as sink,
+                ):
+                    shutil.copyfileobj(packed, sink)
             for table in self._tables(readable):
                 done += len(table)
                 yield table
@@ -97,16 +101,21 @@ class LocalFiles:
             refusal = self._refusal(file, error)
             if self._builder.name != "json":
                 raise refusal from error
-        try:
-            problems, good_rows = _write_good_rows(file, copy)
+            try:
+                problems, good_rows = _write_good_rows(file, copy)
+            except (OSError, pa.ArrowException) as broken:
+                if isinstance(broken, OSError) and broken.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise self._refusal(file, broken) from broken
             if good_rows and not problems:
-                raise refusal
+                raise refusal from error
+        try:
             for item in _with_problems(self._tables(copy) if good_rows else (), problems):
                 length = 1 if isinstance(item, str) else len(item)
                 if done < length:
                     yield item if isinstance(item, str) else item[done:]
                 done = max(0, done - length)
-        except MemoryError:
+        except (MemoryError, DatasetError):
             raise
         except Exception as error:
             raise self._refusal(file, error) from error

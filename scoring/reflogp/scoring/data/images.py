@@ -118,8 +118,8 @@ def content_digest(data: bytes) -> bytes:
 def read_images(
     rows: Sequence[dict[str, Any]],
     open_file: OpenFile,
-    begin: Callable[[int | None], None] = lambda at: None,
-    alone: bool = False,
+    begin: Callable[[int | None], None],
+    alone: bool,
 ) -> list[tuple[RowImage, ...] | RowError]:
     """Return the images of each row, or an error for a row whose images cannot be used. Images are decoded in several threads.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -155,21 +156,32 @@ class RowSource:
         are read for it."""
         if self._dataset is not None:
             return len(self._dataset)
-        try:
+        with self._named_errors():
             if self.format == "parquet":
                 return sum(int(pq.read_metadata(file).num_rows) for file in self.files)
             if self.format == "jsonl" and not self.is_json_array():
                 return sum(1 for file in self.files for _ in lines_of(file))
-        except (OSError, pa.ArrowException) as error:
-            raise DatasetError(f"{self.name} cannot be read as {self.format}: {shortened(str(error))}") from error
-        return sum(1 if isinstance(item, str) else len(item) for item in self._local_files())
+        count = 0
+        for item in self._local_files():
+            count += 1 if isinstance(item, str) else len(item)
+            if self._check is not None:
+                self._check()
+        return count
 
     def count_unless_in_memory(self) -> int | None:
         """Return the number of rows, or None for a JSON array, which would be in memory as a whole once more."""
         return None if self.is_json_array() else self.count()
 
     def is_json_array(self) -> bool:
-        return self.format in ("json", "jsonl") and any(map(contains_array, self.files))
+        with self._named_errors():
+            return self.format in ("json", "jsonl") and any(map(contains_array, self.files))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            raise DatasetError(f"{self.name} cannot be read as {self.format}: {shortened(str(error))}") from error
 
     def _local_files(self) -> LocalFiles:
         return LocalFiles(self._path, "folder" if self._path.is_dir() else self.format, self.split, self.files)

@@ -133,7 +133,9 @@ def tokenize_dataset(
             problems = {row.number: shortened(row.problem or "") for row in rows}
             yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
             continue
-        if may_come and _have_images(rows) and load_vision and load_vision():
+        if may_come and _have_images(rows) and not (load_vision and load_vision()):
+            may_come = False  # a model that reads text only
+        if may_come and _have_images(rows):
             first = next(row.number for row in rows if _have_images([row]))
             raise DatasetError(
                 f"row {first} is the first row of the stream with a column of images, but the rows before it were read as "

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.store import ReflogpError, UsageError
+from reflogp.store import UsageError
 from reflogp.store.texts import counted, first_line
 
 #: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
@@ -114,14 +114,6 @@ def reason_of(error: RayError) -> str:
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
         return "the worker's process was killed or crashed"
     return first_line(error)
-
-
-def raised_on(node: str, error: RayTaskError) -> ReflogpError:
-    """Convert an error that was raised on a node into a UsageError or EngineError that names the node."""
-    cause = error.cause
-    kind = UsageError if isinstance(cause, UsageError) else EngineError
-    said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
-    return kind(f"on node {node}: {said}")
 
 
 @contextmanager

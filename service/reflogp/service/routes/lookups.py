@@ -28,7 +28,7 @@ from reflogp.service.bodies import (
     require_type,
 )
 from reflogp.service.context import Context
-from reflogp.service.large_requests import LargeRequests
+from reflogp.service.large_requests import LARGE_BYTES, PATIENCE_SECONDS, LargeRequests
 from reflogp.service.problems import Problem, documented
 from reflogp.service.threads import Threads
 from reflogp.store import Snapshot
@@ -163,14 +163,15 @@ def lookups_router(context: Context) -> APIRouter:
         """
         if require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM:
             longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
+            found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
             async with context.large.turn_of(request):
                 body = await read_body(request, longest)
-                found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
                 keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-                found = await registry.threads.run(find, found_in, keys, values, settings.max_answer_bytes)
-            parts = answer_parts(found, values, _BATCH_BYTES)
-            messages = answer_messages(found_in, found, values, parts)
-            return await _streamed(messages, registry.threads, context.large if values else None)
+                del body
+            found = await registry.threads.run(find, found_in, keys, values, settings.max_answer_bytes)
+            messages = answer_messages(found_in, found, values, answer_parts(found, values, _BATCH_BYTES))
+            is_large = values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > LARGE_BYTES
+            return await _streamed(messages, registry.threads, context.large if is_large else None)
         async with context.large.turn_of(request):
             asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
@@ -195,17 +196,17 @@ async def _streamed(messages: Iterator[pa.Buffer], threads: Threads, large: Larg
     response is truncated. With `large`, each batch is created in a turn of a large request, which ends before it is sent.
     """
 
-    async def after(count: int) -> list[pa.Buffer]:
-        async with large.turn() if large is not None else nullcontext():
+    async def after(count: int, patience: float | None) -> list[pa.Buffer]:
+        async with large.turn(patience) if large is not None else nullcontext():
             return await threads.run(lambda: list(islice(messages, count)))
 
-    first = await after(2)
+    first = await after(2, PATIENCE_SECONDS)
 
     async def pieces() -> AsyncIterator[bytes]:
         ready = first
         while ready:
             for piece in in_pieces(ready.pop(0)):
                 yield piece
-            ready = ready or await after(1)
+            ready = ready or await after(1, None)
 
     return StreamingResponse(pieces(), media_type=ARROW_STREAM)

@@ -24,7 +24,7 @@ from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.errors import OutOfMemoryError
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
-from reflogp.store import ReflogpError, StoreUnavailableError
+from reflogp.store import CheckpointError, ReflogpError, UsageError
 
 #: Maximum number of computed passes whose results the job has not read yet.
 _AHEAD = 64
@@ -487,7 +487,7 @@ class EngineLoop:
         try:
             budget = self._engine(first.reference_id).token_budget
         except ReflogpError as error:
-            is_permanent = not isinstance(error, StoreUnavailableError)
+            is_permanent = isinstance(error, CheckpointError | UsageError)  # others, such as a server that is away, may pass
             self._on_answer(Answer(first, None, error=str(error), is_permanent=is_permanent))
             return []
         batch, tokens = [first], first.tokens()
