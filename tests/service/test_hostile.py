@@ -184,16 +184,16 @@ def test_requests_that_do_not_fit(ask, method, path, options, statuses):
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/jobs", {"reader", "boss"}),
-        ("GET", "/v1/uploads", {"reader", "boss"}),
-        ("GET", "/v1/jobs/none/events", {"reader", "boss"}),
+        ("GET", "/v1/jobs", {"reader", "scorer", "boss"}),
+        ("GET", "/v1/uploads", {"reader", "scorer", "boss"}),
+        ("GET", "/v1/jobs/none/events", {"reader", "scorer", "boss"}),
         ("POST", "/v1/jobs", {"scorer", "boss"}),
         ("DELETE", "/v1/jobs/none", {"scorer", "boss"}),
         ("POST", "/v1/jobs/none/retry", {"scorer", "boss"}),
         ("PUT", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
         ("DELETE", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
         ("POST", "/v1/score?reference=ref", {"scorer", "boss"}),
-        ("GET", "/metrics", {"reader", "boss"}),
+        ("GET", "/metrics", {"reader", "scorer", "boss"}),
     ],
 )
 def test_who_may_what(ask, method, path, allowed):

@@ -22,7 +22,7 @@ from reflogp.client import (
 )
 from reflogp.service.models import DatasetSpec
 from reflogp.store import Store, UsageError
-from tests.service.serving import float32, running, serving, settings_file
+from tests.service.serving import float32, running, serving, settings_file, wait_until
 from tests.store.rows import REFERENCE, some_rows
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
@@ -157,8 +157,8 @@ def test_a_store_that_went_away_is_not_ready(tmp_path, warm_python):
         assert httpx.get(f"{url}/readyz").status_code == 200
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         (tmp_path / "store").write_text("not a folder")
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503, 20)
         answer = httpx.get(f"{url}/readyz")
-        assert answer.status_code >= 400
         assert answer.headers["content-type"] == "application/problem+json"
         assert httpx.get(f"{url}/healthz").status_code == 200
 
@@ -380,10 +380,10 @@ def test_bad_settings_are_one_sentence(arguments, says):
 
 def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path, warm_python):
     made = reflogp("token", "trainers", "--scope", "read")
-    secret, (_, settings) = made.stdout.strip(), made.stderr.split("[[tokens]]")[0:2]
+    secret, *lines = made.stdout.splitlines()
     assert secret not in made.stderr
     file = tmp_path / "serve.toml"
-    file.write_text(f'store = "{store}"\n[[tokens]]{settings}')
+    file.write_text("\n".join([f'store = "{store}"', *lines]))
     with serving("--config", file, warm=warm_python) as url, Client(url, token=secret) as client:
         assert len(client.references()) == 1
 

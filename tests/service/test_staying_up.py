@@ -389,7 +389,6 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
     assert {
         "submit",
         "get",
-        "waiting",
         "claim",
         "finish",
         "progressed",

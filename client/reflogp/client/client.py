@@ -149,10 +149,12 @@ class Client:
 
         Args:
             reference: name or id of the reference.
-            prompts, completions: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
+            prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
+            completions: the same for the completions.
             temperature: number that the logits are divided by. Only values at temperature 1 are read from the store or written
                 to it.
-            cache_read, cache_write: whether to use stored values, and whether to store the computed ones.
+            cache_read: whether to use stored values.
+            cache_write: whether to store the computed values.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
                 and retries with their pauses. If None, each request has the deadline in the service's setting
                 `deadline_seconds` (by default, 5 minutes), and the client waits for each response for at most its own
