@@ -63,6 +63,12 @@ def test_what_is_probably_not_meant_is_noted_once(row, template, says):
     assert (says is None and notes == ()) or (len(notes) == 1 and says in notes[0])
 
 
+def test_prompts_in_a_column_of_another_name_are_noted_though_some_completions_share_a_start():
+    rows = [{"question": "Hi?", "chosen": f"{start}a", "rejected": f"{start}b"} for start in ("It is ", "", "It is ")]
+    [note] = dataset_notes(rows, None)
+    assert "no column named prompt" in note and "if question has the prompts, rename it" in note
+
+
 def test_numbers_in_a_csv_file_are_text_if_a_user_of_datasets_says_so(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("prompt,chosen,rejected,id\n007, 4,1e3,08\nNA,1.50,true,09\n")

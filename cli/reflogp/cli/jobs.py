@@ -17,7 +17,7 @@ from reflogp.cli import options
 from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, lines_of, out, print_json
 from reflogp.client import Client, Job, JobProgress, ServiceError
 from reflogp.client.models import JobState
-from reflogp.store.texts import hide_secrets, visible
+from reflogp.store.texts import counted, hide_secrets, visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -229,7 +229,11 @@ def print_outcome(job: Job) -> None:
     for note in summary.get("notes", []):
         out.print(f"note: {note}")
     counts = {name: summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")}
-    told = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n or name in ("hits", "scored"))
+    told = ", ".join(
+        counted(n, name.removesuffix("s").replace("_", " ")) if name.endswith("s") else f"{n:,} {name}"
+        for name, n in counts.items()
+        if n or name in ("hits", "scored")
+    )
     out.print(f"{summary.get('rows', 0):,} rows, {summary.get('sequences', 0):,} sequences: {told}")
     if counts["scored"]:
         tokens, rate = summary.get("tokens", 0), summary.get("tokens_per_second", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,8 @@ def serve(
             "no tokens are set, so everyone on this machine may read and score; the service listens only on loopback",
             style="yellow",
         )
-    run(settings)
+    with suppress(KeyboardInterrupt):  # uvicorn raises it after it has stopped in order
+        run(settings)
 
 
 def token(

@@ -21,14 +21,14 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.shape import TEXT_COLUMNS
+from reflogp.scoring.data.shape import TEXT_COLUMNS, other_delimiter
 from reflogp.scoring.errors import DatasetError
 from reflogp.store.texts import shortened, shortened_names
 
@@ -152,6 +152,11 @@ class LocalFiles:
         if isinstance(error, CastError) and set(error.table_column_names) != set(error.requested_column_names):
             found, first = (shortened_names(names) for names in (error.table_column_names, error.requested_column_names))
             reason = f"the columns are {found}, but those of the first rows are {first}; write the same columns in all rows"
+        if self._builder.name == "csv":
+            with suppress(OSError, UnicodeDecodeError, pa.ArrowException):
+                reason = other_delimiter(next(lines_of(file), b"").decode().strip()) or reason
+        if isinstance(error, UnicodeDecodeError):
+            reason += "; save the file as UTF-8"
         return DatasetError(f"{file} cannot be read as {self._builder.name}{rest}: {shortened(reason)}")
 
 
@@ -226,9 +231,15 @@ def _write_good_rows(file: Path, copy: Path) -> tuple[dict[int, str], int]:
                     problems[number] = f"the row has type {type(row).__name__}; expected a JSON object"
                     continue
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-                ujson_loads(line)  # `datasets` refuses numbers of more than 64 bits
+                try:
+                    ujson_loads(line)
+                except ValueError as error:
+                    problems[number] = f"a value that `datasets` cannot read, such as a number of more than 64 bits ({error})"
+                    continue
                 sink.write(line + b"\n")
                 written += 1
+            except json.JSONDecodeError as error:
+                problems[number] = f"not JSON: {error.msg} (character {error.pos + 1})"
             except UnicodeEncodeError:
                 problems[number] = "the row contains an unpaired surrogate (such as \\ud800), which UTF-8 cannot encode"
             except (ValueError, RecursionError) as error:

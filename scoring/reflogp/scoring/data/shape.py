@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from reflogp.scoring.errors import DatasetError
 from reflogp.store.images import IMAGE_COLUMNS, MESSAGE_COLUMNS, media_of
-from reflogp.store.texts import shortened_names
+from reflogp.store.texts import shortened, shortened_names
 
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
@@ -58,6 +58,14 @@ class Example:
         return is_conversational(self.prompt, *self.completions)
 
 
+def other_delimiter(header: str) -> str | None:
+    """Return an error message if the first line of a CSV file has no comma, but another delimiter; otherwise None."""
+    delimiter = next((each for each in (";", "\t", "|") if each in header and "," not in header), None)
+    if delimiter is None:
+        return None
+    return f"the only column is {shortened(header)}: the file seems to be delimited by {delimiter!r}; write it with commas"
+
+
 def detect_format(columns: dict[str, Any]) -> Format:
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -67,9 +75,8 @@ def detect_format(columns: dict[str, Any]) -> Format:
     if {"prompt", "completion"} <= names:
         return "kto"
     shown = shortened_names(sorted(map(str, names))) or "(none)"
-    delimiter = next((each for each in (";", "\t", "|") if len(names) == 1 and each in str(*names)), None)
-    if delimiter is not None:
-        raise DatasetError(f"the only column is {shown}: the file seems to be delimited by {delimiter!r}; write it with commas")
+    if len(names) == 1 and (problem := other_delimiter(str(*names))):
+        raise DatasetError(problem)
     raise DatasetError(
         f"columns {shown} match no known format; expected chosen, rejected and optionally prompt; or prompt, "
         "completion and label; or prompt_ids, chosen_ids and rejected_ids; or prompt_ids and completion_ids"
@@ -250,6 +257,11 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
         notes.append(
             "the rows have no prompt: prompts are read from a column named prompt, but the file has "
             f"{shortened_names(others)}; rename the column with the prompts"
+        )
+    elif others and not any("prompt" in row for row in rows) and any(_has_no_prompt(row) for row in rows):
+        notes.append(
+            "the rows have no column named prompt: as in TRL, what chosen and rejected begin with is their prompt; if "
+            f"{shortened_names(others)} has the prompts, rename it"
         )
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if "strftime_now" in template and any(is_conversational(*(row.get(name) for name in columns)) for row in rows):
