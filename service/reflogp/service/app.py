@@ -56,6 +56,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         UsageError: another service uses the same state folder, the folder or the job ledger in it cannot be used, or the
             settings contain a store URI, a reference or a device that cannot be used.
         CheckpointError: the model folder of a reference cannot be used (see ReferenceRegistry).
+        StoreUnavailableError: a reference has no dtype in the settings, and the store cannot be read.
     """
     settings = with_dtypes(settings)
     folder = settings.state_folder()

@@ -52,8 +52,8 @@ class ReferenceSettings(BaseModel):
         "auto",
         description="Compute dtype: `bfloat16`, `float32` or `float16`; `bfloat16-autocast` or `float16-autocast` (float32 "
         "weights under torch.autocast); `checkpoint` (the dtype in config.json); or `auto`, as in `reflogp score`: the dtype "
-        "of the model's values in the store or, if there are none, `bfloat16`, or `float32` without a GPU. It is part of the "
-        "reference id.",
+        "of the model's values in the store or, if there are none, `bfloat16`, or `float32` without a GPU. A service then "
+        "reads the store when it starts; set a dtype for a service that others depend on. It is part of the reference id.",
     )
     lm_head_dtype: str | None = Field(
         None,
