@@ -47,6 +47,7 @@ def bounds_of_settings() -> dict:
         "max_lookup_keys": BOUNDS.keys,
         "max_score_sequences": BOUNDS.sequences,
         "max_score_tokens": BOUNDS.tokens,
+        "max_large_requests": 1,
         "max_uploads_bytes": 1 << 30,
     }
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pyarrow as pa
 from starlette.requests import Request
 
 from reflogp.service.problems import Problem
@@ -52,6 +53,7 @@ class LargeRequests:
         try:
             yield
         finally:
+            pa.default_memory_pool().release_unused()  # otherwise, Arrow would keep the freed memory
             self._semaphore.release()
 
 

@@ -39,7 +39,7 @@ from reflogp.store.texts import hide_secrets
 
 #: The token values in one batch of a response take at most this many bytes. For each batch, the row groups that contain its
 #: keys are read. Larger batches reduce the amount read in total, but need more memory.
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
 #: Maximum number of token values in a JSON response.
 _MAX_JSON_VALUES = 250_000
 
