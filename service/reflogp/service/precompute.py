@@ -144,7 +144,7 @@ class Precompute:
         self._store_failures: Counter[str] = Counter()  # ids of running and queued jobs whose store could not be used
         self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._begins: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._wanted = asyncio.Event()
         self._look_for_lost = True
         self._closing = False
@@ -447,8 +447,8 @@ class Precompute:
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._begins.add(task)
-        task.add_done_callback(self._begins.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
         """Return the ledger write for a message in which a worker reports that its job is done, has failed, or was stopped."""
@@ -496,6 +496,7 @@ class Precompute:
             changed: False if the job had already ended. The end is then neither counted nor logged again.
         """
         self._store_failures.pop(job, None)
+        self._paused.pop(job, None)
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})

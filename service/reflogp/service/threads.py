@@ -19,6 +19,9 @@ Arguments = TypeVarTuple("Arguments")
 class Threads:
     """A limited number of threads for one kind of call.
 
+    anyio's threads would not do: an abandoned call that hangs no longer counts toward anyio's limit, and the process waits for
+    its thread before it ends.
+
     Args:
         what: what the calls wait for, as it is named in the error ("the store").
         most: number of threads.
