@@ -196,15 +196,17 @@ def test_requests_for_a_stopped_worker_do_not_fill_the_memory(service, client):
     worker.suspend()
     try:
         memory = psutil.Process(service.process.pid).memory_info
-        before, answers = memory().rss, []
-        for number in range(30):
+        answers = []
+        for number in range(120):
+            if number == 20:  # the first ones take memory that the process then keeps for the next
+                before = memory().rss
             sequences = {"prompt_ids": [[number] * 100] * 80, "completion_ids": [[5] * 100] * 80}
             try:
                 client.score("ref", sequences["prompt_ids"], sequences["completion_ids"], deadline=0.1)
             except ServiceError as error:
                 answers.append(getattr(error, "status", None))
         assert 503 in answers and 504 in answers
-        assert memory().rss - before < 30 << 20
+        assert memory().rss - before < 10 << 20  # the lists of the 100 others alone would be 13 MB
     finally:
         worker.kill()
     wait_until(lambda: ready(service.url))
