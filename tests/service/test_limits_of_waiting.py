@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
-from reflogp.client import Client
+from reflogp.client import Client, tables
 from reflogp.service import registry
 from reflogp.service.ledger import Ledger, QueueFullError
 from reflogp.service.metrics import Metrics
@@ -15,6 +17,8 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.settings import ServerSettings
 from reflogp.service.threads import Threads
+from reflogp.store import sequence_keys
+from reflogp.store.schema import ARROW_STREAM, stream_bytes
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
 from tests.service.test_ledger import put
@@ -155,3 +159,47 @@ def test_a_job_whose_store_is_away_waits_and_goes_on(reference_folder, tmp_path,
             ended = client.watch(job, timeout=180)
             assert (ended.state, ended.error) == ("done", None)
             assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1000
+
+
+# A store that does not answer
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_holds_up_only_those_who_ask_it(reference_folder, tmp_path, warm_python):
+    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as relay:
+        file = settings_file(tmp_path, "s3://team/logps", {"ref": float32(reference_folder)})
+        through = {**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
+        with environment_of(through), running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+            service.worker_ready()
+            rows = token_rows(40, seed=4)
+            client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id, check=True)
+            keys = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
+            assert (client.lookup("ref", keys).lengths == 20).all()
+            relay.say("silence")
+            body = {"content": stream_bytes(tables.key_table(keys)), "headers": {"content-type": ARROW_STREAM}}
+            askers = [
+                threading.Thread(target=asked, args=(service.url, method, path, more), daemon=True)
+                for method, path, more in (("GET", "/v1/references", {}), ("POST", "/v1/lookup?reference=ref", body)) * 30
+            ]
+            for asker in askers:
+                asker.start()
+            slowest = 0.0
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                for path in ("/healthz", "/v1/jobs", "/readyz", "/metrics"):
+                    began = time.monotonic()
+                    answer = httpx.get(service.url + path, timeout=15)
+                    slowest = max(slowest, time.monotonic() - began)
+                    assert answer.status_code == 200 or path == "/readyz"
+                began = time.monotonic()
+                client.score("ref", [rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]], deadline=10)
+                slowest = max(slowest, time.monotonic() - began)
+            assert slowest < 3, slowest
+            relay.say("mend")
+            for asker in askers:
+                asker.join(200)
+            assert (client.lookup("ref", keys).lengths == 20).all()
+
+
+def asked(url: str, method: str, path: str, more: dict) -> None:
+    httpx.request(method, url + path, timeout=200, **more)

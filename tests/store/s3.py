@@ -68,8 +68,8 @@ def environment_of(variables: dict[str, str]) -> Iterator[None]:
 
 
 _RELAY = """
-import select, socket, sys, threading
-cut = threading.Event()
+import select, socket, sys, threading, time
+cut, silent = threading.Event(), threading.Event()
 listening = socket.create_server(("127.0.0.1", 0))
 print(listening.getsockname()[1], flush=True)
 
@@ -77,6 +77,9 @@ def pass_on(client):
     with client, socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as server:
         other = {client: server, server: client}
         while not cut.is_set():
+            if silent.is_set():
+                time.sleep(0.05)
+                continue
             for side in select.select(list(other), [], [], 0.05)[0]:
                 data = side.recv(1 << 16)
                 if not data:
@@ -90,13 +93,14 @@ def accept():
 
 threading.Thread(target=accept, daemon=True).start()
 for line in sys.stdin:
-    cut.set() if line.strip() == "cut" else cut.clear()
+    for name, event in (("cut", cut), ("silence", silent)):
+        event.set() if line.strip() == name else event.clear()
     print(line, end="", flush=True)
 """
 
 
 class Relay:
-    """A process that forwards connections to a port until it is told to cut them.
+    """A process that forwards connections to a port until it is told to cut or silence them.
 
     It is a process of its own, because delta-rs holds Python's lock while it writes.
     """
@@ -108,7 +112,7 @@ class Relay:
         self.port = int(self._process.stdout.readline())
 
     def say(self, word: str) -> None:
-        """Tell the process to `cut` connections or to `mend` them."""
+        """Tell the process to `cut` connections, to `silence` them (they stay open, and nothing passes) or to `mend` them."""
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
         self._process.stdout.readline()

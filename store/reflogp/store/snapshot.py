@@ -76,7 +76,6 @@ class Snapshot:
         self.number = number
         self.reference = reference
         self.rows_of = dict(rows_of)
-        self._filesystem = filesystem
         self._table_uri = table_uri
         self._latest_shards = latest_shards
         # Shards are numbered, and later snapshots keep the numbers.
@@ -104,14 +103,17 @@ class Snapshot:
         rows, shards = counted(len(self), "row"), counted(len(self.rows_of), "shard")
         return short_repr("Snapshot", f"{self.number} of reference {self.reference_id}: {rows} in {shards}")
 
-    def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Return a new snapshot with the given number and the shards in `rows_of`. It reuses the index of this snapshot."""
+    def advanced(self, number: int, rows_of: Mapping[str, int], filesystem: pafs.FileSystem) -> Snapshot:
+        """Return a new snapshot with the given number and the shards in `rows_of`. It reuses the index of this snapshot.
+
+        `filesystem` opens the shards that this snapshot does not have.
+        """
         kept = {place: shard for place, shard in self._shards.items() if shard.path in rows_of}
         known = {shard.path for shard in kept.values()}
         added = [path for path in rows_of if path not in known]
         first = max(self._shards, default=-1) + 1
-        later = Snapshot(number, self.reference, self._filesystem, rows_of, self._table_uri, self._latest_shards)
-        later._shards = kept | {first + place: Shard(self._filesystem, path) for place, path in enumerate(added)}
+        later = Snapshot(number, self.reference, filesystem, rows_of, self._table_uri, self._latest_shards)
+        later._shards = kept | {first + place: Shard(filesystem, path) for place, path in enumerate(added)}
         layers, indexed = self._index
         if gone := sorted(indexed - kept.keys()):
             if any(layer.omits_rows for layer in layers):  # an omitted row may now be its key's longest

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -27,6 +28,39 @@ PLACES = "a folder, or an s3://, gs:// or az:// URI"
 #: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects. Arrow passes bytes objects to them only if each
 #: write fits in Arrow's buffer.
 _WRITE_BUFFER = 1 << 20
+
+
+class _Handler(DeltaStorageHandler):
+    """delta-rs' handler for an object store.
+
+    Its own calls for listing, opening and deleting files hold Python's global lock while they wait for the object store, so a
+    store that does not answer would stop all threads. Each of them is preceded by a call that waits without the lock. A file
+    whose size is given does not need that: it is opened without a request.
+    """
+
+    def __init__(self, uri: str, options: dict[str, str] | None, sizes: Mapping[str, int]) -> None:
+        super().__init__(uri, options, dict(sizes))
+        self._sizes = sizes
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        self.get_file_info([selector.base_dir])
+        return super().get_file_info_selector(selector)
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        if path not in self._sizes:
+            self.get_file_info([path])
+        return super().open_input_file(path)
+
+    def open_input_stream(self, path: str) -> pa.PythonFile:
+        return self.open_input_file(path)
+
+    def open_output_stream(self, path: str, metadata: dict[str, str] | None = None) -> pa.PythonFile:
+        self.get_file_info([path])
+        return super().open_output_stream(path, metadata)
+
+    def delete_file(self, path: str) -> None:
+        self.get_file_info([path])
+        super().delete_file(path)
 
 
 @contextlib.contextmanager
@@ -88,8 +122,13 @@ def may_exist(uri: str) -> bool:
     return not is_local(uri) or Path(uri).is_dir()
 
 
-def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
+def open_filesystem(
+    uri: str, options: dict[str, str] | None = None, sizes: Mapping[str, int] = MappingProxyType({})
+) -> pafs.FileSystem:
     """Return an Arrow filesystem whose root is `uri`: Arrow's own for a local folder, and delta-rs' for an object store.
+
+    Args:
+        sizes: dict from path to size in bytes, of files that never change. An object store is not asked for their sizes.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """

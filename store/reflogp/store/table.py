@@ -162,7 +162,7 @@ class LogprobTable(TableLog):
                 f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: vacuum deleted {len(gone)} of its "
                 f"{counted(len(rows_of), 'shard')} ({there})"
             )
-        self._pinned[number] = latest.advanced(number, rows_of)
+        self._pinned[number] = latest.advanced(number, rows_of, self.filesystem)
         if len(self._pinned) > _PINNED:
             self._pinned.popitem(last=False)
         return self._pinned[number]
@@ -267,9 +267,12 @@ class LogprobTable(TableLog):
     def _latest_snapshot(self) -> Snapshot:
         number, latest = int(self._delta.version()), self._latest
         if latest is None or latest.number != number:
-            rows_of = {shard.path: shard.rows for shard in shards_of(self._delta)}
+            shards = shards_of(self._delta)
+            rows_of = {shard.path: shard.rows for shard in shards}
+            sizes = {shard.path: shard.size for shard in shards}
             first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed)
-            latest = self._latest = first.advanced(number, rows_of)
+            filesystem = storage.open_filesystem(self.uri, self._options, sizes)
+            latest = self._latest = first.advanced(number, rows_of, filesystem)
         return latest
 
     def _listed(self) -> set[str]:
