@@ -55,9 +55,10 @@ def parse() -> argparse.Namespace:
 def run_jobs(client: httpx.Client, numbers: range, rows: int) -> None:
     """Submit jobs, follow each to its end, and fetch its report, result and pages, as callers do."""
     for job in [submit(client, number, rows) for number in numbers]:
-        with client.stream("GET", f"/v1/jobs/{job}/events") as events:
-            assert any(line == "event: end" for line in events.iter_lines())
-        assert client.get(f"/v1/jobs/{job}").raise_for_status().json()["state"] == "done"
+        state = "queued"
+        while state in ("queued", "running"):
+            state = client.get(f"/v1/jobs/{job}", params={"wait": 30}).raise_for_status().json()["state"]
+        assert state == "done"
         for path in (f"/v1/jobs/{job}/report", f"/v1/jobs/{job}/result", "/v1/jobs", f"/jobs/{job}", "/metrics"):
             client.get(path).raise_for_status()
 

@@ -253,7 +253,7 @@ def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]
         body = {"reference": "ref", "dataset": {"upload": "rows.jsonl"}}
         job = http.post("/v1/jobs", json={**body, "priority": 9}).json()["id"]
         slow = socket.create_connection((host, int(port)))
-        slow.sendall(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        slow.sendall(f"GET /v1/jobs/{job}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         start = time.perf_counter()
         for number in range(10_000):
             answer = http.post("/v1/jobs", json=body, headers={"idempotency-key": str(number)})

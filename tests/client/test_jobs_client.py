@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import random
+import socket
 import threading
 import time
 import tracemalloc
@@ -35,7 +36,6 @@ from reflogp.client import (
     protocol,
     tables,
 )
-from reflogp.client.events import EventParser, Following
 from reflogp.service import models as service_models
 from reflogp.store import UsageError, sequence_keys
 from reflogp.store.schema import stream_bytes
@@ -78,28 +78,6 @@ def long_file(tmp_path) -> Path:
 
 # --- tests that need no service ---
 
-STREAM = (
-    b': hello\n\nevent: job\ndata: {"a": 1}\n\n'
-    b"event: job\r\ndata: two\r\ndata: lines\r\n\r\n"
-    + "data: no name, and a line separator \u2028 in it\n\n".encode()
-    + b"event: nothing to say\n\nid: 7\nretry: 10\ndata\n\nevent: end\rdata:bare\r\rdata: never finished\n"
-)
-EVENTS = [
-    ("job", '{"a": 1}'),
-    ("job", "two\nlines"),
-    ("message", "no name, and a line separator \u2028 in it"),
-    ("message", ""),
-    ("end", "bare"),
-]
-
-
-def test_events_are_the_same_however_the_stream_is_cut():
-    for size in range(1, len(STREAM) + 1):
-        parser = EventParser()
-        found = [event for at in range(0, len(STREAM), size) for event in parser.feed(STREAM[at : at + size])]
-        assert found == EVENTS, size
-
-
 JOB = {
     "id": "4f1c9a02d77be310",
     "state": "running",
@@ -130,61 +108,11 @@ def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
         jobs.job_of(httpx.Response(200, text="<html>"))
 
 
-def event(kind: str, **changes) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps(JOB | changes)}\n\n".encode()
-
-
-def test_a_watch_gives_every_change_once_and_ends_with_the_job():
-    following = Following("x", "http://service", None)
-    following.call()
-    assert [job.state for job in following.take(event("job", state="queued"))] == ["queued"]
-    assert following.take(b": still here\n\n" + event("job", state="queued")) == []
-    following.pause(httpx.ReadError("gone"))
-    following.call()
-    assert [job.state for job in following.take(event("job", state="queued") + event("job"))] == ["running"]
-    assert not following.ended
-    assert [job.state for job in following.take(event("job", state="done") + event("end", state="done"))] == ["done"]
-    assert following.ended
-
-
-def test_a_watch_bears_a_restart_and_gives_up_on_a_refusal():
-    following = Following("x", "http://service", None)
-    following.take(event("job"))
-    for cause in (
-        httpx.ConnectError("refused"),
-        None,
-        httpx.Response(503),
-        httpx.Response(502),
-        httpx.ReadTimeout("silent"),
-    ) * 4:
-        assert 0.5 <= following.pause(cause) <= protocol.LONGEST_PAUSE
-    with pytest.raises(RequestRefusedError):
-        following.pause(httpx.Response(404))
-
-
 def test_a_watch_of_a_service_that_was_never_there_is_short():
-    following = Following("x", "http://service", None)
-    for _ in range(protocol.TRIES - 1):
-        following.pause(httpx.ConnectError("refused"))
-    with pytest.raises(ServiceUnreachableError, match="the request to http://service failed"):
-        following.pause(httpx.ConnectError("refused"))
-    with pytest.raises(ServiceFailedError):
-        Following("x", "http://service", None).pause(httpx.Response(500))
-
-
-def test_the_end_of_a_watchs_time_names_its_cause():
-    following = Following("x", "http://service", 0.05)
-    following.take(event("job"))
-    time.sleep(0.06)
-    for chunk in (b": still here\n\n", event("job", attempts=2)):
-        with pytest.raises(DeadlineExceededError, match=r"running after 0\.05 seconds; the job continues"):
-            following.take(chunk)
-    assert len(following.take(event("end", state="done"))) == 1
-    following = Following("x", "http://service", 0.05)
-    following.take(event("job"))
-    time.sleep(following.pause(httpx.ConnectError("refused")))
-    with pytest.raises(ServiceUnreachableError, match="refused"):
-        following.call()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with Client(url) as client, pytest.raises(ServiceUnreachableError, match=f"the request to {url} failed"):
+        client.watch("4f1c9a02d77be310")
 
 
 def question(request: httpx.Request) -> dict:

@@ -186,7 +186,6 @@ def test_requests_that_do_not_fit(ask, method, path, options, statuses):
     [
         ("GET", "/v1/jobs", {"reader", "scorer", "boss"}),
         ("GET", "/v1/uploads", {"reader", "scorer", "boss"}),
-        ("GET", "/v1/jobs/none/events", {"reader", "scorer", "boss"}),
         ("POST", "/v1/jobs", {"scorer", "boss"}),
         ("DELETE", "/v1/jobs/none", {"scorer", "boss"}),
         ("POST", "/v1/jobs/none/retry", {"scorer", "boss"}),

@@ -366,7 +366,7 @@ def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_
             page.evaluate("window.stayed = true")
             page.locator(".badge.running").wait_for()
             first.stop()
-        page.locator("#live", has_text="The connection was lost").wait_for()
+        page.locator("#live", has_text="is not responding").wait_for()
         with running(*config, "--port", first.url.rpartition(":")[2], warm=warm_python):
             page.locator(".badge.done").wait_for()
             assert page.evaluate("window.stayed")

@@ -123,13 +123,13 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-    import reflogp.client.events
+    import reflogp.client.client
     from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, Reference
     from tests.trainer_ext.on_cpu import ON_CPU
 
     torch.set_num_threads(1)
     if "away" in settings:  # seconds after which a service counts as gone; 10 minutes otherwise
-        reflogp.client.events._AWAY = settings["away"]
+        reflogp.client.client._AWAY = settings["away"]
     rank = int(os.environ.get("RANK", "0"))
     has_images = bool(settings.get("images"))
     if has_images:

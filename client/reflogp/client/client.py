@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,12 +19,12 @@ import pyarrow as pa
 
 from reflogp.client import files, jobs, protocol, tables
 from reflogp.client.errors import (
+    DeadlineExceededError,
     JobFailedError,
     RequestRefusedError,
     SequencesRefusedError,
     ServiceFailedError,
 )
-from reflogp.client.events import Following
 from reflogp.client.models import (
     Format,
     Job,
@@ -47,6 +48,17 @@ from reflogp.store.windows import TruncationMode
 #: Seconds to wait for a response to `score` if neither a deadline nor a timeout of the client is given. The service may have to
 #: load a reference model during this time.
 _SCORE_SECONDS = 600.0
+#: Number of seconds that `events` asks the service to wait for a job's next change, and how many seconds later a connection
+#: without a response counts as lost.
+_WAIT_SECONDS, _SILENCE = 10.0, 30.0
+#: `events` fails if the service has not responded for this many seconds, even if its timeout is longer. This is long enough for
+#: the service to restart.
+_AWAY = 600.0
+#: Minimum number of seconds between two requests of `events`.
+_LEAST_PAUSE = 0.25
+#: Number of seconds added to the time that is left when this time limits a request. Without the addition, the request could end
+#: just before the timeout of `events`.
+_SLACK = 0.05
 _ARROW = {"content-type": ARROW_STREAM}
 
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
@@ -338,22 +350,37 @@ class Client:
             timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
                 has not responded for 10 minutes.
         """
-        following = Following(job, self.url, timeout)
-        while not following.ended:
-            cause: protocol.Outcome = None
-            try:
-                with self._http.stream(**protocol.arguments(following.call())) as answer:
-                    if answer.is_success:
-                        for chunk in answer.iter_bytes():
-                            yield from following.take(chunk)
-                            if following.ended:
-                                return
-                    else:
-                        answer.read()
-                        cause = answer
-            except httpx.TransportError as error:
-                cause = error
-            time.sleep(following.pause(cause))
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        last: Job | None = None
+        heard, failures = 0.0, 0
+        while True:
+            left = max(end - time.monotonic(), _SLACK)
+            wait = 0.0 if last is None else min(_WAIT_SECONDS, left)
+            answer = self._try(Call("GET", jobs.path(job), {"wait": wait}, wait=min(wait + _SILENCE, left + _SLACK)))
+            now = time.monotonic()
+            if isinstance(answer, httpx.Response) and answer.is_success:
+                found = jobs.job_of(answer)
+                if found != last:
+                    yield found
+                if found.finished:
+                    return
+                last, heard, failures, pause = found, now, 0, _LEAST_PAUSE
+            else:
+                failures += 1
+                status = answer.status_code if isinstance(answer, httpx.Response) else None
+                restarting = status is None or protocol.is_busy(answer) or (last is not None and status >= 500)
+                away = failures >= protocol.TRIES if last is None else now > heard + _AWAY
+                if away or not restarting:
+                    raise protocol.failure(self.url, answer)
+                pause = max(_LEAST_PAUSE, protocol.pause_seconds(answer, failures))
+            if now >= end:
+                if failures or last is None:
+                    raise protocol.failure(self.url, answer)
+                raise DeadlineExceededError(
+                    f"job {job} is still {last.state} after {timeout:g} seconds; the job continues on the service, so you can "
+                    "wait for it again"
+                )
+            time.sleep(min(pause, max(end - now, 0)))
 
     def watch(
         self,
@@ -399,16 +426,19 @@ class Client:
 
     def _send(self, call: protocol.Call) -> httpx.Response:
         for attempt in count(1):
-            try:
-                answer: protocol.Outcome = self._send_once(call)
-            except httpx.TransportError as error:
-                answer = error
+            answer = self._try(call)
             pause = protocol.pause_after(answer, call, attempt, self.url)
             if pause is None:
                 break
             time.sleep(pause)
         assert isinstance(answer, httpx.Response)
         return answer
+
+    def _try(self, call: protocol.Call) -> protocol.Outcome:
+        try:
+            return self._send_once(call)
+        except httpx.TransportError as error:
+            return error
 
     def _send_once(self, call: protocol.Call) -> httpx.Response:
         body = call.content.chunks() if isinstance(call.content, files.LocalFile) else call.content

@@ -55,11 +55,6 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
     )
 
 
-def events_call(job: str, wait: float) -> protocol.Call:
-    """Return the request for a job's event stream. The request fails if no byte arrives for `wait` seconds."""
-    return protocol.Call("GET", path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
-
-
 def path(job: str, more: str = "") -> str:
     return f"/v1/jobs/{quote(job, safe='')}{more}"
 

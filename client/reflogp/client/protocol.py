@@ -92,9 +92,8 @@ class Call:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-#: The outcome of one attempt: a response with any status, a connection error or timeout, or None if the service closed an event
-#: stream before the job had ended.
-Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
+#: The outcome of one attempt: a response with any status, or a connection error or timeout.
+Outcome: TypeAlias = httpx.Response | httpx.TransportError
 
 
 def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
@@ -162,8 +161,8 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
 def failure(url: str, answer: Outcome) -> ServiceError:
     if isinstance(answer, httpx.Response):
         return error_of(answer)
-    said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
     shown = hide_secrets(url)
+    said = f"{type(answer).__name__}: {answer}"
     error = ServiceUnreachableError(f"the request to {shown} failed ({said}); run `reflogp doctor --url {shown}` to see why")
     error.__cause__ = answer
     return error

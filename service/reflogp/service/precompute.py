@@ -4,8 +4,8 @@ A precompute job scores a dataset with a reference. The code of this module runs
 files run in separate threads.
 
 Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
-are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task assigns jobs
-to workers.
+that change a job's state are recorded through PendingWrites, so that a job continues even while the ledger cannot be written.
+Only one task assigns jobs to workers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import asyncio
 import hashlib
 import json
 import logging
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -27,7 +28,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from reflogp.service.errors import LedgerError, LedgerReplacedError
+from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetch import check_uri
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.fetching import Fetching
@@ -59,10 +60,6 @@ _DEATHS = 3
 _PATIENCE_SECONDS = 60.0
 #: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
-#: While a job does not change, `Precompute.watch` yields None every _ALIVE_SECONDS. After a change, it waits _EVENT_SECONDS
-#: before it yields the job, so that several changes in quick succession are yielded as one.
-_ALIVE_SECONDS = 15.0
-_EVENT_SECONDS = 0.2
 #: Maximum size in bytes of a report that the service returns. Reports written by this version are smaller than 200 kB.
 MAX_REPORT_BYTES = 4 << 20
 #: Seconds between probes of a working ledger, between attempts to use a failing ledger, and between searches for jobs that are
@@ -128,6 +125,8 @@ class Precompute:
         self._settings = settings
         self._results = folder / "results"
         self._results.mkdir(parents=True, exist_ok=True)
+        for partial_file in self._results.glob(".*.partial"):  # left by a worker that was killed while it wrote a result
+            partial_file.unlink(missing_ok=True)
         self._fetched = fetched
         self._ledger = ledger
         self._registry = registry
@@ -137,6 +136,7 @@ class Precompute:
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
+        self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
         self._pool: Pool | None = None
         self._helping: Helping
         self._running: dict[int, _Running] = {}  # worker number -> the job it is running
@@ -166,7 +166,7 @@ class Precompute:
         self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
 
     def drain(self) -> None:
-        """Stop assigning jobs and fetching datasets, and end all event streams."""
+        """Stop assigning jobs and fetching datasets, and answer all requests that wait for a job's next change."""
         self._closing = True
         self._fetching.close()
         for task in self._tasks:
@@ -221,8 +221,7 @@ class Precompute:
             file, digest = received
             source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
         else:
-            run = self._files.run if request.dataset.path is not None else to_thread.run_sync
-            source = await run(self._admit, request.dataset)
+            source = await self._admitted(request.dataset)
         asked = {
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
@@ -296,8 +295,27 @@ class Precompute:
         self._assign()
         return await self.get(job_id)
 
-    async def get(self, job_id: str) -> Job:
-        """Return a job. Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used."""
+    async def get(self, job_id: str, wait: float = 0.0) -> Job:
+        """Return a job. Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used.
+
+        Args:
+            wait: an unfinished job is returned after its next change, or after this many seconds.
+        """
+        job = await self._read(job_id)
+        if wait and job.state in UNFINISHED and not self._closing:
+            changed = asyncio.Event()
+            self._watchers.setdefault(job_id, set()).add(changed)
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), wait)
+            finally:
+                self._watchers[job_id].discard(changed)
+                if not self._watchers[job_id]:
+                    del self._watchers[job_id]
+            job = await self._read(job_id)
+        return job
+
+    async def _read(self, job_id: str) -> Job:
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(
@@ -306,40 +324,6 @@ class Precompute:
                 "GET /v1/jobs lists all jobs; ended jobs are deleted after some days (the service's setting keep_days)",
             )
         return job
-
-    async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
-        """Yield the job now and after each change, until the job has ended.
-
-        If several changes follow in quick succession, yield only the last state.
-
-        Yield None if nothing has changed for a while, or if the ledger cannot be read. Return early when the service stops.
-        Raise Problem if the job is unknown.
-        """
-        changed = asyncio.Event()
-        self._watchers.setdefault(job_id, set()).add(changed)
-        try:
-            while not self._closing:
-                changed.clear()
-                try:
-                    job = await self.get(job_id)
-                except LedgerError:  # try again until the ledger can be read
-                    yield None
-                    await asyncio.sleep(_PROBE_AGAIN_SECONDS)
-                    continue
-                yield job
-                if job.state not in UNFINISHED:
-                    return
-                while not self._closing:
-                    try:
-                        await asyncio.wait_for(changed.wait(), _ALIVE_SECONDS)
-                        break
-                    except TimeoutError:
-                        yield None
-                await asyncio.sleep(_EVENT_SECONDS)
-        finally:
-            self._watchers[job_id].discard(changed)
-            if not self._watchers[job_id]:
-                del self._watchers[job_id]
 
     def result(self, job_id: str) -> Path:
         """Return the path of a job's result.
@@ -383,7 +367,8 @@ class Precompute:
                 if message["committed"]:
                     self._store_failures.pop(job, None)
                 self._find_help(worker.number, running)
-                self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
+                self._ledger.progressed(job, progress, message["committed"])
+                self._notify(job)
             case "job" if running is not None and running.claim.id == message["job"]:
                 self._release(worker.number, running, self._end_of(running, message))
 
@@ -663,6 +648,20 @@ class Precompute:
         if running.began:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
+    async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
+        """Call `_admit` in a thread.
+
+        Submissions of the same path wait for the same call, because hashing a dataset may take longer than a client waits
+        before it sends a submission again.
+        """
+        if dataset.path is None:
+            return await to_thread.run_sync(self._admit, dataset)
+        key = dataset.model_dump_json()
+        if (call := self._admissions.get(key)) is None:
+            call = self._admissions[key] = asyncio.create_task(self._files.run(self._admit, dataset))
+            call.add_done_callback(lambda _: self._admissions.pop(key))
+        return await asyncio.shield(call)
+
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
         """Check that a job may use a dataset. Return the dataset's description for the worker (see `source` in Submission).
 
@@ -697,17 +696,12 @@ class Precompute:
             changed.set()
 
     async def _watch_ledger(self) -> None:
-        """Check every few seconds whether the ledger can be written.
-
-        Stop all running jobs if another service has taken over the ledger, or if the ledger's file was moved, deleted or
-        replaced. This coroutine never returns.
-        """
+        """Check every few seconds whether the ledger can be written. Stop the service if the ledger is damaged."""
         while True:
             await to_thread.run_sync(self._ledger.probe)
-            if isinstance(self._ledger.trouble, LedgerReplacedError):
-                for number, running in self._running.items():
-                    if running.stop_reason is None:
-                        self._stop(number, running, "taken")
+            if isinstance(self._ledger.trouble, LedgerDamagedError):
+                logger.critical("the service stops because its ledger of jobs is damaged")
+                signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:

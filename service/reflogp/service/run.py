@@ -3,8 +3,8 @@
 The log consists of lines of text or, with the setting `log_format = "json"`, of one JSON object per line. Records about a job
 include the job's id, and records about a request include the request's id.
 
-When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests have
-_GRACE_SECONDS seconds to finish. After that, running jobs commit the values that they have computed so far, and the workers
+When the service stops, requests that wait for a job's next change are answered at once. Other requests have _GRACE_SECONDS
+seconds to finish. After that, running jobs commit the values that they have computed so far, and the workers
 exit.
 """
 

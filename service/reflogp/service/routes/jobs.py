@@ -1,15 +1,14 @@
-"""Serve /v1/jobs: submit, list, show, follow, cancel and retry jobs; return their results and reports."""
+"""Serve /v1/jobs: submit, list, show, cancel and retry jobs; return their results and reports."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator
 from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
 
 from reflogp.service.auth import requires
 from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
@@ -129,36 +128,18 @@ def jobs_router(context: Context) -> APIRouter:
         response_description="The job in its current state.",
         responses=documented(401, 403, 404, 422, 503),
     )
-    async def job(job_id: _JobId) -> Job:
-        """Show a job and its progress."""
-        return await precompute.get(job_id)
+    async def job(
+        job_id: _JobId,
+        wait: Annotated[
+            float, Query(ge=0, le=60, description="Seconds to wait for the next change of a job that is queued or running.")
+        ] = 0,
+    ) -> Job:
+        """Show a job and its progress.
 
-    @router.get(
-        "/v1/jobs/{job_id}/events",
-        dependencies=[reader],
-        summary="Follow a job",
-        response_class=StreamingResponse,
-        response_description="Server-sent events, until the job has ended.",
-        responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
-    )
-    async def events(job_id: _JobId) -> Response:
-        """Stream the state of a job as server-sent events: first its current state, then its state after each change.
-
-        Events are named `job` while the job is queued or running. The last event, with the job's final state, is named `end`. A
-        slow reader may miss intermediate events, but never the last one. If the stream ends without the event `end` (for
-        example, because the service was stopped), open it again.
+        With `wait`, the response is sent when the job changes, or after that many seconds. The response is sent at once if the
+        job has ended.
         """
-        await precompute.get(job_id)
-
-        async def stream() -> AsyncIterator[str]:
-            async for found in precompute.watch(job_id):
-                if found is None:
-                    yield ":\n\n"
-                    continue
-                kind = "job" if found.state in UNFINISHED else "end"
-                yield f"event: {kind}\ndata: {found.model_dump_json()}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return await precompute.get(job_id, wait)
 
     @router.delete(
         "/v1/jobs/{job_id}",

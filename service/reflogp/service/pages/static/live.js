@@ -2,7 +2,6 @@
 "use strict";
 
 const live = document.getElementById("live");
-const article = document.querySelector("[data-job]");
 const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
 function say(text) {
@@ -33,10 +32,10 @@ const shown = () => new Promise((resolve) => {
   else document.addEventListener("visibilitychange", resolve, { once: true });
 });
 
-// Refresh a list page every few seconds.
-async function watchList(seconds) {
-  for (;;) {
-    await pause(seconds);
+// Refresh the page every few seconds, as long as it says how many.
+async function follow() {
+  for (let part; (part = document.querySelector("[data-every]")); ) {
+    await pause(Number(part.dataset.every));
     await shown();
     try {
       await refresh();
@@ -45,72 +44,8 @@ async function watchList(seconds) {
       say("The service is not responding. Trying again.");
     }
   }
-}
-
-// Refresh a job page: the progress bar on every event from the service, the other parts at most once per second.
-function watchJob(id) {
-  let source = null;
-  let stale = false;
-  let ended = false;
-
-  function show(job) {
-    const bar = document.getElementById("progress");
-    const { done, sequences } = job.progress;
-    if (!bar || !sequences) return;
-    const count = (value) => value.toLocaleString("en-US");
-    bar.max = sequences;
-    bar.value = done;
-    const share = Math.floor((1000 * done) / sequences) / 10;
-    document.getElementById("progress-text").textContent = `${count(done)} of ${count(sequences)} sequences (${share}%)`;
-  }
-
-  function listen() {
-    if (source) source.close();
-    source = new EventSource(`/v1/jobs/${encodeURIComponent(id)}/events`);
-    source.addEventListener("open", () => say("live"));
-    source.addEventListener("job", (event) => {
-      show(JSON.parse(event.data));
-      stale = true;
-    });
-    source.addEventListener("end", (event) => {
-      source.close();
-      ended = stale = true;
-      say(`The job is ${JSON.parse(event.data).state}.`);
-    });
-    source.addEventListener("error", () => {
-      if (ended) return;
-      say("The connection was lost. Trying again.");
-      if (source.readyState === EventSource.CLOSED) {
-        stale = true; // if the service responds with an error, the fetched page shows the error
-        setTimeout(() => document.hidden || listen(), 5000);
-      }
-    });
-  }
-
-  // Browsers open only a few connections to the same service, so a hidden page closes its connection.
-  document.addEventListener("visibilitychange", () => {
-    if (ended) return;
-    if (document.hidden) source.close();
-    else listen();
-  });
-
-  async function keep() {
-    for (;;) {
-      await pause(1);
-      await shown();
-      if (!stale) continue;
-      stale = false;
-      try {
-        await refresh();
-        if (ended) return;
-      } catch {
-        stale = true;
-      }
-    }
-  }
-
-  listen();
-  keep();
+  const ended = document.querySelector("[data-state]");
+  if (ended) say(`The job is ${ended.dataset.state}.`);
 }
 
 // When a link on another site opens this page, the browser sends no cookie. A request made by this page includes the cookie.
@@ -119,6 +54,5 @@ async function skipSignIn() {
   if (answer.type === "opaqueredirect") location.replace(location.href);
 }
 
-if (article) watchJob(article.dataset.job);
-else if (live && live.dataset.every) watchList(Number(live.dataset.every));
+if (document.querySelector("[data-every]")) follow();
 else if (document.getElementById("signin") && location.search) skipSignIn();
