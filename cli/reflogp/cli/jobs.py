@@ -75,11 +75,14 @@ def ls(
     if as_json:
         print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
         return
-    rows = [_row(job) for job in page.jobs]
+    rows = [_COLUMNS, *map(_row, page.jobs)] if page.jobs else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         out.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
+
+
+_COLUMNS = ("job", "state", "sequences", "submitted", "by", "reference", "dataset", "title")
 
 
 def _row(job: Job) -> tuple[str, ...]:
@@ -89,6 +92,7 @@ def _row(job: Job) -> tuple[str, ...]:
         job.state,
         done,
         _time(job.created_at),
+        job.submitted_by,
         job.settings.get("reference"),
         _dataset(job),
         job.settings.get("title"),
