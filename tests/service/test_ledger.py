@@ -119,7 +119,7 @@ def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
     damaged.write_bytes(b"no database at all" * 1000)
     with pytest.raises(UsageError, match="newer version of reflogp"):
         Ledger(newer)
-    with pytest.raises(UsageError, match="is not a ledger of jobs"):
+    with pytest.raises(UsageError, match=r"damaged\.sqlite\) is damaged \(file is not a database\)"):
         Ledger(damaged)
 
 

@@ -25,7 +25,7 @@ from reflogp.store.storage import open_filesystem
 from tests.conftest import write_rows
 from tests.service.faults import ERRORS, call_sites, install
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
-from tests.service.test_ledger_faults import locked
+from tests.service.test_ledger_faults import damage, locked
 from tests.store.s3 import environment_of, s3_server
 
 BYTES = {"content-type": "application/octet-stream"}
@@ -312,6 +312,23 @@ def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
         assert client.watch(client.retry(job).id).state == "done"
 
 
+@pytest.mark.slow
+def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
+    (tmp_path / "store").mkdir()
+    with running("--config", settings_file(tmp_path, tmp_path / "store", {}), warm=warm_python) as service:
+        file = tmp_path / "state" / "jobs.sqlite"
+        ledger = Ledger(file)
+        damage(ledger, file)
+        ledger.close()
+        asked = {"limit": 1000}
+        with httpx.Client(base_url=service.url) as http:
+            while (page := http.get("/v1/jobs", params=asked)).is_success:
+                asked["before"] = page.json()["next_before"]
+        assert page.status_code == 503 and "is damaged" in page.json()["detail"]
+        service.process.wait(60)
+    assert any("the service stops" in line for line in service.log)
+
+
 @contextmanager
 def served_here(settings, monkeypatch):
     """A service in this process, its worker in another: (URL, app)."""
@@ -404,7 +421,6 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
         "get",
         "claim",
         "finish",
-        "progressed",
         "died",
         "cancel",
         "retry",

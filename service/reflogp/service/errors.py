@@ -3,8 +3,7 @@
 ReflogpError (reflogp.store.errors)
 └── LedgerError              a read or write of the ledger of jobs failed
     ├── LedgerUnavailableError  the ledger is locked or closed, or its disk is full or failing
-    ├── LedgerDamagedError      some pages of the ledger's file are damaged
-    └── LedgerReplacedError     another service has taken over the ledger, or its file was moved, deleted or replaced
+    └── LedgerDamagedError      some pages of the ledger's file are damaged
 """
 
 from __future__ import annotations
@@ -24,11 +23,4 @@ class LedgerUnavailableError(LedgerError):
 
 
 class LedgerDamagedError(LedgerError):
-    """Some pages of the ledger's file are damaged. Calls that need only other pages can still succeed."""
-
-
-class LedgerReplacedError(LedgerError):
-    """Another service has taken over the ledger, or the ledger's file was moved, deleted or replaced.
-
-    Every write fails until the service is restarted, or until a moved file is put back.
-    """
+    """Some pages of the ledger's file are damaged. The service stops."""

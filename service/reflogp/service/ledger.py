@@ -1,10 +1,10 @@
 """Store the service's ledger in an SQLite file in WAL mode.
 
-The ledger records all uploads and all jobs, with each job's state, progress and summary.
+The ledger records all uploads and all jobs, with each job's state and summary. The progress of a running job is only in memory.
 
-A write is on disk when its call returns, so a service that is killed loses no recorded change. The ledger is thread-safe, and
-belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`). If it still fails after the
-last retry, it raises LedgerError.
+A write is on disk when its call returns, so a service that is killed loses no change of a job's state. The ledger is
+thread-safe, and belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`). If it still
+fails after the last retry, it raises LedgerError.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reflogp.service.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
+
+_Result = TypeVar("_Result")
 
 #: Maximum number of throughput points kept for each job. When there are more, every second point is dropped.
 THROUGHPUT_POINTS = 200
@@ -126,6 +128,15 @@ class Claim:
     traceparent: str | None = None
 
 
+@dataclass(frozen=True)
+class _Live:
+    """The progress of a running job that the file does not have yet, and whether the job has committed values."""
+
+    progress: JobProgress
+    throughput: list[tuple[float, float]] = field(default_factory=list)
+    committed: bool = False
+
+
 class Ledger:
     """A ledger of jobs and uploads in one SQLite file.
 
@@ -140,6 +151,7 @@ class Ledger:
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
         self._file = LedgerFile(file, _SCHEMA, _VERSION, patience_seconds)
+        self._live: dict[str, _Live] = {}  # by the ids of running jobs
 
     @property
     def trouble(self) -> LedgerError | None:
@@ -188,7 +200,7 @@ class Ledger:
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
                     _set_origin(db, known["id"], asked)
                 _retry(db, known["id"])
-                return _job(db, known["id"]), False
+                return self._job(db, known["id"]), False
             queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
             if most_queued is not None and queued >= most_queued:
                 raise QueueFullError
@@ -210,13 +222,13 @@ class Ledger:
                 ],
             )
             _set_origin(db, job, asked)
-            return _job(db, job), True
+            return self._job(db, job), True
 
         return self._file.write(submit)
 
     def get(self, job: str) -> Job | None:
         row = self._one("select * from job where id = ?", job)
-        return _as_job(row) if row else None
+        return self._as_job(row) if row else None
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
         """Return a page of up to `limit` jobs, newest first.
@@ -236,7 +248,7 @@ class Ledger:
             values.append(before)
         query = f"select * from job where {' and '.join(where)} order by number desc limit ?"
         rows = self._all(query, *values, limit + 1)
-        jobs = [_as_job(row) for row in rows[:limit]]
+        jobs = [self._as_job(row) for row in rows[:limit]]
         return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
 
     def counts(self) -> dict[JobState, int]:
@@ -297,6 +309,7 @@ class Ledger:
                 [_now(), chosen["id"]],
             )
             origin = db.execute("select request, traceparent from origin where job = ?", [chosen["id"]]).fetchone()
+            self._live.pop(chosen["id"], None)
             return _as_claim(chosen, origin)
 
         return self._file.write(claim)
@@ -325,35 +338,24 @@ class Ledger:
         return self._file.write(cancel)
 
     def progressed(self, job: str, progress: JobProgress, committed: bool) -> None:
-        """Record the progress of a running job.
+        """Keep the progress of a running job in memory. It is written when the job's state changes.
 
         Args:
             progress: the latest progress.
             committed: whether values of the job were committed to the store since the previous call. If so, the job's count of
                 worker deaths is reset to zero.
         """
-
-        def progressed(db: sqlite3.Connection) -> None:
-            row = db.execute("select throughput from job where id = ? and state = 'running'", [job]).fetchone()
-            if row is None:
-                return
-            points = json.loads(row["throughput"])
-            points.append((round(progress.seconds, 2), round(progress.tokens_per_second, 1)))
-            if len(points) > THROUGHPUT_POINTS:
-                points = points[::2]
-            db.execute(
-                "update job set progress = ?, throughput = ?, deaths = case when ? then 0 else deaths end where id = ?",
-                [progress.model_dump_json(), json.dumps(points), committed, job],
-            )
-
-        self._file.write(progressed)
+        before = self._live.get(job, _Live(progress))
+        points = [*before.throughput, (round(progress.seconds, 2), round(progress.tokens_per_second, 1))]
+        thinned = points[::2] if len(points) > THROUGHPUT_POINTS else points
+        self._live[job] = _Live(progress, thinned, before.committed or committed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
         """End a queued or running job: record its final state, and the summary of a done job or the error of a failed job.
 
         Return False if the job had already ended.
         """
-        return self._file.write(lambda db: _finish(db, job, state, summary, error))
+        return self._change(job, lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
         """Return pairs (job id, source) for the queued jobs whose datasets must be fetched, in the order of the queue.
@@ -381,7 +383,7 @@ class Ledger:
             _forget_file(db, job)
             _requeue(db, "id = ? and state = 'running'", note, job)
 
-        self._file.write(fetch_again)
+        self._change(job, fetch_again)
 
     def note(self, job: str, note: str) -> None:
         """Set the note of a queued job whose dataset must still be fetched. The note says what the job is waiting for."""
@@ -393,7 +395,7 @@ class Ledger:
 
         The note says why the job was interrupted.
         """
-        self._file.write(lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
+        self._change(job, lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
@@ -426,7 +428,7 @@ class Ledger:
             _requeue(db, "id = ? and state = 'running'", note, job)
             return deaths
 
-        return self._file.write(died)
+        return self._change(job, died)
 
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
@@ -477,6 +479,30 @@ class Ledger:
     def delete_upload(self, name: str) -> bool:
         return self._file.write(lambda db: db.execute("delete from upload where name = ?", [name]).rowcount > 0)
 
+    def _change(self, job: str, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Write a change of a running job's state, together with the progress that the job has made."""
+
+        def change(db: sqlite3.Connection) -> _Result:
+            if (live := self._live.get(job)) is not None:
+                db.execute(
+                    "update job set progress = ?, throughput = ?, deaths = case when ? then 0 else deaths end"
+                    " where id = ? and state = 'running'",
+                    [live.progress.model_dump_json(), json.dumps(live.throughput), live.committed, job],
+                )
+            return work(db)
+
+        result = self._file.write(change)
+        self._live.pop(job, None)
+        return result
+
+    def _job(self, db: sqlite3.Connection, job: str) -> Job:
+        return self._as_job(db.execute("select * from job where id = ?", [job]).fetchone())
+
+    def _as_job(self, row: sqlite3.Row) -> Job:
+        job = _as_job(row)
+        live = self._live.get(job.id) if job.state == "running" else None
+        return job if live is None else job.model_copy(update={"progress": live.progress, "throughput": live.throughput})
+
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
         found: sqlite3.Row | None = self._file.read(lambda db: db.execute(query, values).fetchone())
         return found
@@ -508,10 +534,6 @@ def _is_lasting(asked: Submission, summary: str | None) -> bool:
     """
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
-
-
-def _job(db: sqlite3.Connection, job: str) -> Job:
-    return _as_job(db.execute("select * from job where id = ?", [job]).fetchone())
 
 
 def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str, Any] | None, error: str | None) -> bool:

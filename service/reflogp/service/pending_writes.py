@@ -16,9 +16,8 @@ from typing import Any
 
 from anyio import to_thread
 
-from reflogp.service.errors import LedgerDamagedError, LedgerError
+from reflogp.service.errors import LedgerError
 from reflogp.service.ledger import Ledger
-from reflogp.service.models import JobProgress
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +39,8 @@ class _Write:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(eq=False)
-class _Progress:
-    """The latest progress of a job that has not been written to the ledger yet.
-
-    Attributes:
-        progress, committed: see Ledger.progressed.
-        begun: True once the first attempt to write the progress to the ledger has started.
-    """
-
-    progress: JobProgress
-    committed: bool
-    begun: bool = False
-
-
 class PendingWrites:
-    """A queue of writes to the job ledger, such as the progress and the final states of jobs.
+    """A queue of writes to the job ledger, such as the final states of jobs.
 
     Args:
         ledger: the ledger to write to. Its methods are called in threads.
@@ -64,7 +49,6 @@ class PendingWrites:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._writes: dict[str, deque[_Write]] = {}
-        self._progress: dict[str, _Progress] = {}
         self._changed = asyncio.Event()
         self._flushing = asyncio.Lock()
 
@@ -90,38 +74,10 @@ class PendingWrites:
             then: called once, in the event loop, with the return value of `call`, or with None if `call` raised an error other
                 than LedgerError.
         """
-        return self._settled(self._queue(job, call, then))
-
-    def _queue(self, job: str, call: Callable[[], Any], then: Callable[[Any], None]) -> _Write:
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
         self._changed.set()
-        return write
-
-    def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
-        """Record the progress of a job. New progress replaces earlier progress that has not been written yet.
-
-        Args:
-            job: id of the job.
-            progress, committed: see Ledger.progressed.
-            then: called as in `put`. If this progress replaces earlier progress, the earlier call's `then` is called instead.
-        """
-        waiting = self._progress.get(job)
-        if waiting is not None and not waiting.begun:
-            waiting.progress, waiting.committed = progress, waiting.committed or committed
-            return
-        latest = self._progress[job] = _Progress(progress, committed)
-
-        def record() -> None:
-            latest.begun = True
-            self._ledger.progressed(job, latest.progress, latest.committed)
-
-        def recorded(result: Any) -> None:
-            if self._progress.get(job) is latest:
-                del self._progress[job]
-            then(result)
-
-        self._queue(job, record, recorded)
+        return self._settled(write)
 
     async def _settled(self, write: _Write) -> None:
         if self._ledger.trouble is None:
@@ -144,8 +100,8 @@ class PendingWrites:
         """Try to execute all pending writes. Return True if none are left."""
         async with self._flushing:
             for job in list(self._writes):
-                if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # only a damaged ledger may still accept writes for other jobs
+                if not await self._flush_job(job):
+                    break
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()

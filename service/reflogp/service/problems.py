@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
-from reflogp.service.errors import LedgerDamagedError, LedgerError
+from reflogp.service.errors import LedgerError
 from reflogp.store import (
     DamagedStoreError,
     ReferenceNotFoundError,
@@ -33,7 +33,6 @@ MEDIA_TYPE = "application/problem+json"
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists all references, and how many sequences are stored for each"),
     (SnapshotNotFoundError, 404, "omit the snapshot number to read the latest snapshot"),
-    (LedgerDamagedError, 503, "ask an administrator to repair the ledger with the steps listed in this error"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
     (DamagedStoreError, 500, "ask an administrator to repair the store as described in this error"),
