@@ -54,8 +54,8 @@ _WAIT_SECONDS, _SILENCE = 10.0, 30.0
 #: `events` fails if the service has not responded for this many seconds, even if its timeout is longer. This is long enough for
 #: the service to restart.
 _AWAY = 600.0
-#: Minimum number of seconds between two requests of `events`.
-_LEAST_PAUSE = 0.25
+#: Number of seconds between two requests of `events`, and the minimum number after a failure.
+_PAUSE, _LEAST_PAUSE = 0.05, 0.5
 #: Number of seconds added to the time that is left when this time limits a request. Without the addition, the request could end
 #: just before the timeout of `events`.
 _SLACK = 0.05
@@ -364,7 +364,7 @@ class Client:
                     yield found
                 if found.finished:
                     return
-                last, heard, failures, pause = found, now, 0, _LEAST_PAUSE
+                last, heard, failures, pause = found, now, 0, _PAUSE
             else:
                 failures += 1
                 status = answer.status_code if isinstance(answer, httpx.Response) else None

@@ -12,8 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.data.tokenizer_files import TokenizerFiles
@@ -254,6 +257,19 @@ def run_job(
     return asdict(summary) | {"image_files": image_files}
 
 
+def _tokenizer_of(files: TokenizerFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, or return that of the last job if it is the same: loading takes longer than a job without misses."""
+    key = files.digest, files.trust_remote_code
+    if key not in _last_tokenizer:
+        loaded = files.load()
+        _last_tokenizer.clear()
+        _last_tokenizer[key] = loaded
+    return _last_tokenizer[key]
+
+
+_last_tokenizer: dict[tuple[str, bool], PreTrainedTokenizerBase] = {}
+
+
 def _attempt(
     order: JobOrder,
     place: JobContext,
@@ -309,7 +325,7 @@ def _attempt(
             with span("write result"):
                 write_result(
                     dataset,
-                    tokenizer.load,
+                    partial(_tokenizer_of, tokenizer),
                     place.store[reference.reference_id].snapshot(),
                     settings,
                     progress.problems,

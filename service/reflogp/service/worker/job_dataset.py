@@ -135,10 +135,14 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
 
 def delete_oldest(folder: Path, max_bytes: int) -> None:
     """Delete the least recently used files of token ids until the remaining files use at most `max_bytes`."""
-    files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = []
+    for file in folder.glob("*.arrow"):
+        with suppress(FileNotFoundError):  # another worker has just deleted the file
+            about = file.stat()
+            found.append((about.st_mtime, about.st_size, file))
     kept = 0
-    for file in files:
-        kept += file.stat().st_size
+    for _, size, file in sorted(found, reverse=True):
+        kept += size
         if kept > max_bytes:
             file.unlink(missing_ok=True)
 
