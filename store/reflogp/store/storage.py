@@ -135,7 +135,7 @@ def open_filesystem(
     if is_local(uri):
         return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem())
     try:
-        return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
+        return pafs.PyFileSystem(_Handler(uri, options, sizes))
     except (*STORAGE_ERRORS, ValueError) as error:
         if "Unknown scheme" in str(error):  # delta-rs' own message lists about fifty schemes
             raise UsageError(f"store {uri}: the scheme is not supported; use {PLACES}") from error
