@@ -184,6 +184,7 @@ def test_a_store_that_does_not_answer_holds_up_only_those_who_ask_it(reference_f
             for asker in askers:
                 asker.start()
             slowest = 0.0
+            client.score("ref", [[5, 6]], [[7]], deadline=10)  # the first one finds out
             until = time.monotonic() + 20
             while time.monotonic() < until:
                 for path in ("/healthz", "/v1/jobs", "/readyz", "/metrics"):

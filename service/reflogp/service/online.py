@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id
 from reflogp.service.settings import ServerSettings
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
-from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
+from reflogp.store import ReferenceNotFoundError, StoreUnavailableError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
+
+logger = logging.getLogger(__name__)
 
 #: A request fails after this many worker processes have died while computing it. The request probably caused the deaths.
 _DEATHS = 2
 #: Assumed size in bytes of one token id in a frame sent to a worker.
 _TOKEN_BYTES = 8
 _CHECK_MODEL = "ask an administrator to check the reference model's files and the service's log"
+#: Maximum number of seconds to look up the sequences of a request in the store. After that, all of them are scored.
+_LOOK_UP_SECONDS = 5.0
 #: How many seconds loading a model is assumed to take.
 _LOAD_SECONDS = 20.0
 #: Weight of the latest request in the moving average of tokens per second. The average is used to compute Retry-After.
@@ -143,11 +148,7 @@ class OnlineScoring:
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
         if cache_read and storable:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    known, snapshot = await self._registry.threads.run(self._look_up, model.reference_id, sequences)
-            except TimeoutError:
-                raise self._too_late() from None
+            known, snapshot = await self._stored(model.reference_id, sequences, deadline)
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
         self._metrics.sequences.labels("online", "hit").inc(hits)
@@ -300,6 +301,24 @@ class OnlineScoring:
                 "try again later; a worker that stops responding is restarted",
                 {"Retry-After": "10"},
             )
+
+    async def _stored(self, reference_id: str, sequences: pa.Table, deadline: float) -> tuple[list[Any], int | None]:
+        """Look up sequences as `_look_up` does. If the store does not answer, no sequence counts as stored: all are scored."""
+        nothing: tuple[list[Any], int | None] = [None] * len(sequences), None
+        if self._registry.away:
+            return nothing
+        try:
+            async with asyncio.timeout(min(_LOOK_UP_SECONDS, deadline - time.monotonic())):
+                return await self._registry.threads.run(self._look_up, reference_id, sequences)
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise self._too_late() from None
+            why = f"the store has not answered within {_LOOK_UP_SECONDS:g} seconds"
+        except StoreUnavailableError as error:
+            why = str(error)
+        self._registry.away = True  # until the next check of the store
+        logger.warning("requests are scored without looking their sequences up: %s", why)
+        return nothing
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.

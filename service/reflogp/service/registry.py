@@ -28,6 +28,7 @@ from reflogp.store import (
     ReflogpError,
     Snapshot,
     Store,
+    StoreUnavailableError,
     UsageError,
     describe_reference,
     resolve_model,
@@ -113,18 +114,20 @@ class ReferenceRegistry:
         self.threads = Threads("the store", _THREADS, _SECONDS)
         #: Why the store could not be read when it was last checked, "" if it could, or None before the first check.
         self.trouble: str | None = None
+        #: Whether the store did not answer when it was last checked, or when an online request's sequences were last looked up.
+        self.away = False
 
     async def watch(self) -> None:
-        """Check every few seconds whether the store can be read, and record it in `trouble`. This coroutine never returns."""
+        """Check every few seconds whether the store can be read, and set `trouble` and `away`. This coroutine never returns."""
         threads = Threads("the store", 1, _CHECK_SECONDS)
         while True:
             try:
                 await threads.run(self._check)
-                self.trouble = ""
+                self.trouble, self.away = "", False
             except Problem as problem:
-                self.trouble = problem.detail
+                self.trouble, self.away = problem.detail, True
             except ReflogpError as error:
-                self.trouble = str(error)
+                self.trouble, self.away = str(error), isinstance(error, StoreUnavailableError)
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
 
     def _check(self) -> None:
