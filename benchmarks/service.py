@@ -242,7 +242,7 @@ def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dic
 
 
 def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Measure the memory of the service's own process with 500 idle connections, a slow reader and 10,000 queued jobs."""
+    """Measure the memory of the service's own process with 500 idle connections and 10,000 queued jobs."""
     with serving(folder, model) as service, httpx.Client(base_url=service.url) as http:
         watched = psutil.Process(service.process.pid)
         first = watched.memory_info().rss
@@ -251,9 +251,6 @@ def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]
         connected = watched.memory_info().rss
         http.put("/v1/uploads/rows.jsonl", content=data.read_bytes(), headers={"content-type": "application/octet-stream"})
         body = {"reference": "ref", "dataset": {"upload": "rows.jsonl"}}
-        job = http.post("/v1/jobs", json={**body, "priority": 9}).json()["id"]
-        slow = socket.create_connection((host, int(port)))
-        slow.sendall(f"GET /v1/jobs/{job}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         start = time.perf_counter()
         for number in range(10_000):
             answer = http.post("/v1/jobs", json=body, headers={"idempotency-key": str(number)})
@@ -265,7 +262,6 @@ def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]
         full = watched.memory_info().rss
         for connection in idle:
             connection.close()
-        slow.close()
     return {
         "at_start_mb": first / 1e6,
         "with_500_connections_mb": connected / 1e6,

@@ -149,7 +149,9 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
     listed = last_object(reflogp("jobs", "ls", url, "--state", "done", "--json")[1])
     assert made["id"] in [job["id"] for job in listed["jobs"]]
     assert listed["counts"]["done"] >= 1
-    assert out.split()[:5] == [made["id"], "done", "4", "of", "4"] and "-listed.jsonl" in out
+    heading, listed_job, _ = out.splitlines()
+    assert heading.split()[:2] == ["job", "state"]
+    assert listed_job.split()[:5] == [made["id"], "done", "4", "of", "4"] and "-listed.jsonl" in listed_job
     assert reflogp("jobs", "ls", url, "--state", "asleep")[0] == USAGE
     assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
 

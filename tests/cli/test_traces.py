@@ -113,7 +113,7 @@ def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, 
         process = score(file, OTEL_EXPORTER_OTLP_ENDPOINT=url)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and "40 scored" in out
-        assert time.monotonic() - began < usual + 10, err
+        assert time.monotonic() - began < usual + 15, err  # the exporter gives up after 10 seconds
         assert "Traceback" not in err, err
     assert "Connection refused" in err, err
 

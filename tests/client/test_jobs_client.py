@@ -115,6 +115,35 @@ def test_a_watch_of_a_service_that_was_never_there_is_short():
         client.watch("4f1c9a02d77be310")
 
 
+def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):
+    answers = [
+        httpx.Response(200, json=JOB | {"state": "queued"}),
+        httpx.ConnectError("refused"),
+        httpx.Response(503),
+        httpx.Response(502),
+        httpx.ReadTimeout("silent"),
+        httpx.Response(200, json=JOB),
+        httpx.Response(200, json=JOB),
+        httpx.Response(404, json={"detail": "there is no job"}),
+    ]
+    said = iter(answers)
+    found = []
+    with pytest.raises(RequestRefusedError, match="there is no job"):
+        for job in MadeUp(monkeypatch, lambda _: came_to(next(said))).client.events("x"):
+            found.append(job.state)
+    assert found == ["queued", "running"]
+    with pytest.raises(ServiceFailedError):  # the first answer is none of a service that starts again
+        MadeUp(monkeypatch, httpx.Response(500)).client.watch("x")
+    with pytest.raises(DeadlineExceededError, match=r"running after 0\.01 seconds; the job continues"):
+        MadeUp(monkeypatch, lambda _: httpx.Response(200, json=JOB)).client.watch("x", timeout=0.01)
+
+
+def came_to(outcome: httpx.Response | Exception) -> httpx.Response:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
 def question(request: httpx.Request) -> dict:
     return pa.ipc.open_stream(request.read()).read_all().to_pydict()
 

@@ -75,11 +75,11 @@ def test_deaths_count_until_something_is_committed(ledger):
         ledger.claim([], 0)
         assert ledger.died(job, ["aa"], {}, "note") == expected
     assert ledger.claim([], 0).suspects == ["aa"]
-    ledger.progressed(job, JobProgress(), committed=False)
+    ledger.progressed(job, JobProgress())
     assert ledger.died(job, [], {"aa": "why"}, "note") == 3
     claim = ledger.claim([], 0)
     assert (claim.suspects, claim.poison) == ([], {"aa": "why"})
-    ledger.progressed(job, JobProgress(scored=5), committed=True)
+    ledger.forget_deaths(job)
     assert ledger.died(job, [], {}, "note") == 1
     ledger.claim([], 0)
     assert ledger.died(job, ["aa"], {}, "note", narrowed=True) == 1
@@ -101,7 +101,7 @@ def test_throughput_is_thinned_and_pages_go_back_in_time(ledger):
     ids = [put(ledger, str(n))[0].id for n in range(5)]
     first = ledger.claim([], 0).id
     for second in range(500):
-        ledger.progressed(first, JobProgress(seconds=second, tokens_per_second=second), committed=False)
+        ledger.progressed(first, JobProgress(seconds=second, tokens_per_second=second))
     points = ledger.get(first).throughput
     assert 100 <= len(points) <= 200 and points[0][0] == 0 and points[-1][0] >= 498
     page = ledger.page(limit=2)

@@ -52,6 +52,7 @@ CALLS = {
     "highest_queued_priority": (waiting, lambda ledger, job: ledger.highest_queued_priority()),
     "claim": (waiting, lambda ledger, job: ledger.claim([], 0) is not None),
     "cancel": (running, lambda ledger, job: ledger.cancel(job)),
+    "forget_deaths": (running, lambda ledger, job: ledger.forget_deaths(job)),
     "finish": (running, lambda ledger, job: ledger.finish(job, "done", summary={"rows": 1}) in (True, False)),
     "to_fetch": (waiting, lambda ledger, job: ledger.to_fetch(5)),
     "fetched": (waiting, lambda ledger, job: ledger.fetched(job, {"file": "/there"})),

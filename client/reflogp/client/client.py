@@ -50,15 +50,15 @@ from reflogp.store.windows import TruncationMode
 _SCORE_SECONDS = 600.0
 #: Number of seconds that `events` asks the service to wait for a job's next change, and how many seconds later a connection
 #: without a response counts as lost.
-_WAIT_SECONDS, _SILENCE = 10.0, 30.0
+_WAIT_SECONDS, _SILENCE = 5.0, 30.0
 #: `events` fails if the service has not responded for this many seconds, even if its timeout is longer. This is long enough for
 #: the service to restart.
 _AWAY = 600.0
-#: Number of seconds between two requests of `events`, and the minimum number after a failure.
-_PAUSE, _LEAST_PAUSE = 0.05, 0.5
-#: Number of seconds added to the time that is left when this time limits a request. Without the addition, the request could end
-#: just before the timeout of `events`.
-_SLACK = 0.05
+#: Number of seconds between two requests of `events`: _FIRST_PAUSE, doubled after each request, up to _LONGEST_PAUSE; at least
+#: _LEAST_PAUSE after a failure.
+_FIRST_PAUSE, _LONGEST_PAUSE, _LEAST_PAUSE = 0.02, 1.0, 0.5
+#: Number of seconds that a response may take beyond the timeout of `events`, so that the last one is not lost.
+_SLACK = 1.0
 _ARROW = {"content-type": ARROW_STREAM}
 
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
@@ -342,7 +342,8 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        If several changes follow each other quickly, only the last state is yielded. The client keeps waiting if the connection
+        If several changes follow each other within a second, only the last state is yielded, and it may be yielded some seconds
+        later; the end of the job is not. The client keeps waiting if the connection
         is lost or the service restarts. Raises the same errors as `watch`, except JobFailedError.
 
         Args:
@@ -352,21 +353,23 @@ class Client:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         last: Job | None = None
-        heard, failures = 0.0, 0
+        heard, failures, pause = 0.0, 0, _FIRST_PAUSE
         while True:
-            left = max(end - time.monotonic(), _SLACK)
+            left = max(end - time.monotonic(), 0.0)
             wait = 0.0 if last is None else min(_WAIT_SECONDS, left)
-            answer = self._try(Call("GET", jobs.path(job), {"wait": wait}, wait=min(wait + _SILENCE, left + _SLACK)))
-            now = time.monotonic()
+            patience = wait + min(_SILENCE, left - wait + _SLACK)
+            answer = self._try(Call("GET", jobs.path(job), {"wait": wait}, wait=patience))
             if isinstance(answer, httpx.Response) and answer.is_success:
                 found = jobs.job_of(answer)
                 if found != last:
                     yield found
                 if found.finished:
                     return
-                last, heard, failures, pause = found, now, 0, _PAUSE
+                now = time.monotonic()
+                last, heard, failures, pause = found, now, 0, min(2 * pause, _LONGEST_PAUSE)
             else:
-                failures += 1
+                now = time.monotonic()
+                failures += now < end
                 status = answer.status_code if isinstance(answer, httpx.Response) else None
                 restarting = status is None or protocol.is_busy(answer) or (last is not None and status >= 500)
                 away = failures >= protocol.TRIES if last is None else now > heard + _AWAY

@@ -1,6 +1,7 @@
 """Store the service's ledger in an SQLite file in WAL mode.
 
-The ledger records all uploads and all jobs, with each job's state and summary. The progress of a running job is only in memory.
+The ledger records all uploads and all jobs, with each job's state and summary. The progress of a running job is only
+in memory until its state changes.
 
 A write is on disk when its call returns, so a service that is killed loses no change of a job's state. The ledger is
 thread-safe, and belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`). If it still
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jo
 _Result = TypeVar("_Result")
 
 #: Maximum number of throughput points kept for each job. When there are more, every second point is dropped.
-THROUGHPUT_POINTS = 200
+_THROUGHPUT_POINTS = 200
 
 #: Version of the schema below. A ledger with a higher version is refused.
 _VERSION = 1
@@ -130,11 +131,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Live:
-    """The progress of a running job that the file does not have yet, and whether the job has committed values."""
+    """The progress of a running job, which the file does not have yet."""
 
     progress: JobProgress
-    throughput: list[tuple[float, float]] = field(default_factory=list)
-    committed: bool = False
+    throughput: list[tuple[float, float]]
 
 
 class Ledger:
@@ -227,8 +227,9 @@ class Ledger:
         return self._file.write(submit)
 
     def get(self, job: str) -> Job | None:
+        live = dict(self._live)  # before the file is read: a job that has ended meanwhile has its progress there
         row = self._one("select * from job where id = ?", job)
-        return self._as_job(row) if row else None
+        return _as_job(row, live) if row else None
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
         """Return a page of up to `limit` jobs, newest first.
@@ -247,8 +248,9 @@ class Ledger:
             where.append("number < coalesce((select number from job where id = ?), 0)")
             values.append(before)
         query = f"select * from job where {' and '.join(where)} order by number desc limit ?"
+        live = dict(self._live)
         rows = self._all(query, *values, limit + 1)
-        jobs = [self._as_job(row) for row in rows[:limit]]
+        jobs = [_as_job(row, live) for row in rows[:limit]]
         return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
 
     def counts(self) -> dict[JobState, int]:
@@ -337,18 +339,15 @@ class Ledger:
 
         return self._file.write(cancel)
 
-    def progressed(self, job: str, progress: JobProgress, committed: bool) -> None:
-        """Keep the progress of a running job in memory. It is written when the job's state changes.
+    def progressed(self, job: str, progress: JobProgress) -> None:
+        """Keep the latest progress of a running job in memory. It is written when the job's state changes."""
+        before = self._live[job].throughput if job in self._live else []
+        points = [*before, (round(progress.seconds, 2), round(progress.tokens_per_second, 1))]
+        self._live[job] = _Live(progress, points[::2] if len(points) > _THROUGHPUT_POINTS else points)
 
-        Args:
-            progress: the latest progress.
-            committed: whether values of the job were committed to the store since the previous call. If so, the job's count of
-                worker deaths is reset to zero.
-        """
-        before = self._live.get(job, _Live(progress))
-        points = [*before.throughput, (round(progress.seconds, 2), round(progress.tokens_per_second, 1))]
-        thinned = points[::2] if len(points) > THROUGHPUT_POINTS else points
-        self._live[job] = _Live(progress, thinned, before.committed or committed)
+    def forget_deaths(self, job: str) -> None:
+        """Set a running job's number of worker deaths to zero, because values of the job were committed to the store."""
+        self._file.write(lambda db: db.execute("update job set deaths = 0 where id = ? and state = 'running'", [job]))
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
         """End a queued or running job: record its final state, and the summary of a done job or the error of a failed job.
@@ -485,9 +484,8 @@ class Ledger:
         def change(db: sqlite3.Connection) -> _Result:
             if (live := self._live.get(job)) is not None:
                 db.execute(
-                    "update job set progress = ?, throughput = ?, deaths = case when ? then 0 else deaths end"
-                    " where id = ? and state = 'running'",
-                    [live.progress.model_dump_json(), json.dumps(live.throughput), live.committed, job],
+                    "update job set progress = ?, throughput = ? where id = ? and state = 'running'",
+                    [live.progress.model_dump_json(), json.dumps(live.throughput), job],
                 )
             return work(db)
 
@@ -496,12 +494,7 @@ class Ledger:
         return result
 
     def _job(self, db: sqlite3.Connection, job: str) -> Job:
-        return self._as_job(db.execute("select * from job where id = ?", [job]).fetchone())
-
-    def _as_job(self, row: sqlite3.Row) -> Job:
-        job = _as_job(row)
-        live = self._live.get(job.id) if job.state == "running" else None
-        return job if live is None else job.model_copy(update={"progress": live.progress, "throughput": live.throughput})
+        return _as_job(db.execute("select * from job where id = ?", [job]).fetchone(), self._live)
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
         found: sqlite3.Row | None = self._file.read(lambda db: db.execute(query, values).fetchone())
@@ -601,7 +594,8 @@ def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
     )
 
 
-def _as_job(row: sqlite3.Row) -> Job:
+def _as_job(row: sqlite3.Row, running: Mapping[str, _Live]) -> Job:
+    live = running.get(row["id"]) if row["state"] == "running" else None
     return Job(
         id=row["id"],
         state=row["state"],
@@ -613,8 +607,8 @@ def _as_job(row: sqlite3.Row) -> Job:
         started_at=row["started_at"],
         finished_at=row["finished_at"],
         attempts=row["attempts"],
-        progress=JobProgress.model_validate_json(row["progress"]),
-        throughput=json.loads(row["throughput"]),
+        progress=live.progress if live else JobProgress.model_validate_json(row["progress"]),
+        throughput=live.throughput if live else json.loads(row["throughput"]),
         note=row["note"],
         error=row["error"],
         summary=json.loads(row["summary"]) if row["summary"] else None,

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
+from shlex import quote
+from threading import Lock
 from typing import TypeVar
 
 from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerUnavailableError
@@ -119,7 +120,7 @@ class LedgerFile:
         self._schema = schema
         self._version = version
         self._patience = patience_seconds
-        self._lock = RLock()
+        self._lock = Lock()
         self._closed = False
         self.trouble: LedgerError | None = None
         self.failures = 0
@@ -197,18 +198,18 @@ class LedgerFile:
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
             raise error
         self.failures += 1
-        code = error.sqlite_errorcode & 0xFF  # the primary code
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # none for a text that is not UTF-8
         if code in _DAMAGED:
             return self._damaged(str(error))
         reason = _REASONS.get(code, "SQLite reports an error")
         return LedgerUnavailableError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {reason} ({error})")
 
     def _damaged(self, what: str) -> LedgerDamagedError:
-        aside = self._file.parent / "damaged"
+        aside = quote(str(self._file.parent / "damaged"))
         return LedgerDamagedError(
-            f"the ledger of jobs ({self._file.name}) is damaged ({what}): move it away with `mkdir {aside} && mv {self._file}* "
-            f"{aside}`, start the service, and submit the jobs again (sequences whose values are in the store are not scored "
-            "again)"
+            f"the ledger of jobs ({self._file.name}) is damaged ({what}): move it away with `mkdir -p {aside} && "
+            f"mv {quote(str(self._file))}* {aside}`, start the service, send the uploads again, and submit the jobs again "
+            "(sequences whose values are in the store are not scored again)"
         )
 
     def _open(self) -> sqlite3.Connection:

@@ -34,7 +34,8 @@ _DEATHS = 2
 #: Assumed size in bytes of one token id in a frame sent to a worker.
 _TOKEN_BYTES = 8
 _CHECK_MODEL = "ask an administrator to check the reference model's files and the service's log"
-#: Maximum number of seconds to look up the sequences of a request in the store. After that, all of them are scored.
+#: Maximum number of seconds to look up the sequences of a request in the store, which takes at most half of the time until the
+#: request's deadline. After that, all of them are scored.
 _LOOK_UP_SECONDS = 5.0
 #: How many seconds loading a model is assumed to take.
 _LOAD_SECONDS = 20.0
@@ -308,16 +309,15 @@ class OnlineScoring:
         if self._registry.away:
             return nothing
         try:
-            async with asyncio.timeout(min(_LOOK_UP_SECONDS, deadline - time.monotonic())):
+            async with asyncio.timeout(min(_LOOK_UP_SECONDS, (deadline - time.monotonic()) / 2)):
                 return await self._registry.threads.run(self._look_up, reference_id, sequences)
         except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise self._too_late() from None
-            why = f"the store has not answered within {_LOOK_UP_SECONDS:g} seconds"
+            why = "a look-up in the store takes long"
         except StoreUnavailableError as error:
             why = str(error)
-        self._registry.away = True  # until the next check of the store
-        logger.warning("requests are scored without looking their sequences up: %s", why)
+        if not self._registry.away:
+            self._registry.away = True  # until the next check of the store
+            logger.warning("online requests are scored without looking their sequences up: %s", why)
         return nothing
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:

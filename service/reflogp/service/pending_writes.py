@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,11 +60,11 @@ class PendingWrites:
         """Ids of the jobs that have writes in the queue."""
         return set(self._writes)
 
-    def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
+    def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Coroutine[Any, Any, None]:
         """Queue a write for a job. While the write is in the queue, `jobs` contains the job.
 
-        The returned awaitable completes when the write is removed from the queue, or when a call of `flush` leaves the write in
-        the queue because the write failed or was not tried. While the ledger cannot be used, the awaitable completes at once.
+        The returned coroutine completes when the write is removed from the queue, or when a call of `flush` leaves the write in
+        the queue because the write failed or was not tried. While the ledger cannot be used, the coroutine completes at once.
 
         Args:
             job: id of the job. Writes for the same job are made in the order in which they were queued.

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -301,19 +301,19 @@ class Precompute:
         Args:
             wait: an unfinished job is returned after its next change, or after this many seconds.
         """
-        job = await self._read(job_id)
-        if wait and job.state in UNFINISHED and not self._closing:
-            changed = asyncio.Event()
-            self._watchers.setdefault(job_id, set()).add(changed)
-            try:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), wait)
-            finally:
-                self._watchers[job_id].discard(changed)
-                if not self._watchers[job_id]:
-                    del self._watchers[job_id]
+        changed = asyncio.Event()
+        self._watchers.setdefault(job_id, set()).add(changed)  # before the job is read, so that no change is missed
+        try:
             job = await self._read(job_id)
-        return job
+            if not wait or job.state not in UNFINISHED or self._closing:
+                return job
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), wait)
+            return await self._read(job_id)
+        finally:
+            self._watchers[job_id].discard(changed)
+            if not self._watchers[job_id]:
+                del self._watchers[job_id]
 
     async def _read(self, job_id: str) -> Job:
         job = await to_thread.run_sync(self._ledger.get, job_id)
@@ -366,8 +366,11 @@ class Precompute:
                 job = running.claim.id
                 if message["committed"]:
                     self._store_failures.pop(job, None)
+                    if running.claim.deaths:
+                        running.claim = replace(running.claim, deaths=0)
+                        self._in_background(self._pending.put(job, partial(self._ledger.forget_deaths, job)))
                 self._find_help(worker.number, running)
-                self._ledger.progressed(job, progress, message["committed"])
+                self._ledger.progressed(job, progress)
                 self._notify(job)
             case "job" if running is not None and running.claim.id == message["job"]:
                 self._release(worker.number, running, self._end_of(running, message))
@@ -651,7 +654,7 @@ class Precompute:
     async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
         """Call `_admit` in a thread.
 
-        Submissions of the same path wait for the same call, because hashing a dataset may take longer than a client waits
+        Submissions of the same dataset wait for the same call, because hashing a dataset may take longer than a client waits
         before it sends a submission again.
         """
         if dataset.path is None:

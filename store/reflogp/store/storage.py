@@ -42,24 +42,27 @@ class _Handler(DeltaStorageHandler):
         super().__init__(uri, options, dict(sizes))
         self._sizes = sizes
 
+    def _wait_for_answer(self, path: str) -> None:
+        self.get_file_info([f"{path}/_".lstrip("/")])  # a path without an object: its parent would be listed as a whole
+
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        self.get_file_info([selector.base_dir])
+        self._wait_for_answer(selector.base_dir)
         return super().get_file_info_selector(selector)
 
     def open_input_file(self, path: str) -> pa.PythonFile:
         if path not in self._sizes:
-            self.get_file_info([path])
+            self._wait_for_answer(path)
         return super().open_input_file(path)
 
     def open_input_stream(self, path: str) -> pa.PythonFile:
         return self.open_input_file(path)
 
     def open_output_stream(self, path: str, metadata: dict[str, str] | None = None) -> pa.PythonFile:
-        self.get_file_info([path])
+        self._wait_for_answer(path)
         return super().open_output_stream(path, metadata)
 
     def delete_file(self, path: str) -> None:
-        self.get_file_info([path])
+        self._wait_for_answer(path)
         super().delete_file(path)
 
 
@@ -180,10 +183,11 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 
 def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
     """Return a small file's bytes, or None if it does not exist."""
-    if filesystem.get_file_info(path).type == pafs.FileType.NotFound:
+    try:
+        with filesystem.open_input_stream(path) as source:
+            return bytes(source.read())
+    except FileNotFoundError:
         return None
-    with filesystem.open_input_stream(path) as source:
-        return bytes(source.read())
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:

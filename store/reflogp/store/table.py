@@ -269,9 +269,10 @@ class LogprobTable(TableLog):
         if latest is None or latest.number != number:
             shards = shards_of(self._delta)
             rows_of = {shard.path: shard.rows for shard in shards}
-            sizes = {shard.path: shard.size for shard in shards}
             first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed)
-            filesystem = storage.open_filesystem(self.uri, self._options, sizes)
+            added = {shard.path: shard.size for shard in shards if shard.path not in first.rows_of}
+            with storage.translate_errors(f"the store {self.uri} cannot be read"):
+                filesystem = storage.open_filesystem(self.uri, self._options, added) if added else self.filesystem
             latest = self._latest = first.advanced(number, rows_of, filesystem)
         return latest
 

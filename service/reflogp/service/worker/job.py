@@ -257,17 +257,17 @@ def run_job(
     return asdict(summary) | {"image_files": image_files}
 
 
+#: The tokenizer of the last job, and what it was loaded from.
+_last_tokenizer: tuple[tuple[str, bool], PreTrainedTokenizerBase] | None = None
+
+
 def _tokenizer_of(files: TokenizerFiles) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or return that of the last job if it is the same: loading takes longer than a job without misses."""
+    global _last_tokenizer
     key = files.digest, files.trust_remote_code
-    if key not in _last_tokenizer:
-        loaded = files.load()
-        _last_tokenizer.clear()
-        _last_tokenizer[key] = loaded
-    return _last_tokenizer[key]
-
-
-_last_tokenizer: dict[tuple[str, bool], PreTrainedTokenizerBase] = {}
+    if _last_tokenizer is None or _last_tokenizer[0] != key:
+        _last_tokenizer = key, files.load()
+    return _last_tokenizer[1]
 
 
 def _attempt(
