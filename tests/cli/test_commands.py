@@ -1,6 +1,7 @@
 """The command line as a person meets it: what it prints, what it exits with, and that bad input harms nothing."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -212,6 +213,8 @@ def test_the_help_of_every_command_teaches_by_an_example():
     found = dict(commands(typer.main.get_command(app)))
     assert len(found) > 20
     assert [words for words, command in found.items() if f"Example: reflogp {words} " not in command.help] == []
+    broken = [words for words, command in found.items() if re.search(r"[^\n]\n[^\n]", command.help)]
+    assert broken == []  # paragraphs fill the terminal's width
 
 
 @pytest.mark.parametrize("command", [[], ["jobs"], ["store"], ["score"]])

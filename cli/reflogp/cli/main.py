@@ -5,6 +5,7 @@ Unexpected exceptions are raised with a traceback.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -84,6 +85,10 @@ app.command("token")(serve.token)
 app.command("submit")(submit.submit)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(store.app, name="store")
+for commands in (app, jobs.app, store.app):
+    for command in commands.registered_commands:  # typer would print a docstring's line breaks, however wide the terminal is
+        paragraphs = inspect.cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(lines.split("\n")) for lines in paragraphs)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
