@@ -77,11 +77,9 @@ class DatasetSpec(BaseModel):
         return self
 
 
-class JobSettings(BaseModel):
-    """The settings of a job. Settings that also exist in the configs of TRL's trainers have the same names."""
+class JobOptions(BaseModel):
+    """The settings of a job that have defaults. Those that also exist in the configs of TRL's trainers have the same names."""
 
-    model_config = ConfigDict(extra="forbid")
-    reference: str = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
     format: Literal["preference", "kto", "tokens"] | None = Field(
         None, description="Format of the rows. If null, the format is detected from the columns."
     )
@@ -106,6 +104,22 @@ class JobSettings(BaseModel):
         0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
     )
     title: str = Field("", max_length=200, description="Title of the job on the service's pages.")
+
+
+_REFERENCE = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
+
+
+class QuerySettings(JobOptions):
+    """The settings of a job in the query string, which are used only if the request's body is the dataset itself."""
+
+    reference: Annotated[str, _REFERENCE] | None = None
+
+
+class JobSettings(JobOptions):
+    """The settings of a job."""
+
+    model_config = ConfigDict(extra="forbid")
+    reference: Annotated[str, _REFERENCE]
 
 
 class JobRequest(JobSettings):

@@ -15,9 +15,8 @@ from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_j
 from reflogp.service.context import Context
 from reflogp.service.large_requests import content_length
 from reflogp.service.ledger import Ledger
-from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobSettings, JobState, Report
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobState, QuerySettings, Report
 from reflogp.service.problems import Problem, documented
-from reflogp.store.windows import TruncationMode
 
 #: A job can be submitted with the dataset as the request body. This dict maps each allowed media type to its file suffix.
 DATASET_TYPES = {
@@ -31,8 +30,6 @@ _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: OpenAPI description that all settings in the query string share.
-_IN_QUERY = "Same as the field with this name in a JSON body. Used only if the request body is the dataset itself."
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
@@ -58,7 +55,7 @@ def jobs_router(context: Context) -> APIRouter:
     async def submit(
         request: Request,
         response: Response,
-        query: Annotated[JobSettings | None, Depends(_settings_of_query)],
+        query: Annotated[QuerySettings, Query()],
         who: str = scorer,
         idempotency_key: Annotated[
             str | None,
@@ -84,7 +81,7 @@ def jobs_router(context: Context) -> APIRouter:
         """
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
-            if query is None:
+            if query.reference is None:
                 raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
             chunks, length = stream_chunks(request), content_length(request)
@@ -232,38 +229,3 @@ def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int
         if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
             rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
             return PiecewiseResponse(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type="application/json")
-
-
-def _settings_of_query(
-    reference: Annotated[
-        str | None,
-        Query(
-            min_length=1,
-            max_length=200,
-            description=_IN_QUERY,
-        ),
-    ] = None,
-    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description=_IN_QUERY)] = None,
-    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description=_IN_QUERY)] = None,
-    truncation_mode: Annotated[TruncationMode, Query(description=_IN_QUERY)] = "keep_start",
-    ld_alpha: Annotated[float | None, Query(ge=0, le=1, description=_IN_QUERY)] = None,
-    priority: Annotated[int, Query(ge=-100, le=100, description=_IN_QUERY)] = 0,
-    title: Annotated[str, Query(max_length=200, description=_IN_QUERY)] = "",
-) -> JobSettings | None:
-    """Return a job's settings from the query string, or None if the query string names no reference.
-
-    A client sends the settings in the query string if the request body is the dataset itself.
-    """
-    if reference is None:
-        return None
-    return JobSettings.model_validate(
-        {
-            "reference": reference,
-            "format": format,
-            "max_length": max_length,
-            "truncation_mode": truncation_mode,
-            "ld_alpha": ld_alpha,
-            "priority": priority,
-            "title": title,
-        }
-    )
