@@ -170,13 +170,12 @@ def test_a_done_job_shows_its_values_and_no_dataset_can_run_a_script(chromium, s
         assert page.locator("#progress-text").inner_text() == "78 of 78 sequences (100%)"
         charts_shown = page.locator("svg.chart")
         assert [charts_shown.nth(at).locator("title").first.text_content() for at in range(charts_shown.count())] == [
-            "Tokens per second",
             "Mean log-prob per token of chosen",
             "Mean log-prob per token of rejected",
             "Margin: log-prob of chosen minus rejected",
         ]
-        assert "39 values" in charts_shown.nth(3).locator("desc").text_content()
-        assert charts_shown.nth(3).locator("rect.bar").count() > 3
+        assert "39 values" in charts_shown.nth(2).locator("desc").text_content()
+        assert charts_shown.nth(2).locator("rect.bar").count() > 3
         outlier = page.locator("details", has=page.locator("summary", has_text="Row 7")).first
         outlier.locator("summary").click()
         text = outlier.inner_text()
@@ -314,7 +313,7 @@ def test_progress_reaches_done_without_a_reload(chromium, service, submit):
             seen.add(page.evaluate("document.getElementById('progress').value"))
             time.sleep(0.1)
         assert len(seen) > 2, seen
-        assert page.locator("svg.chart").count() == 4 and page.locator("#cancel").count() == 0
+        assert page.locator("svg.chart").count() == 3 and page.locator("#cancel").count() == 0
         page.locator("#live", has_text="The job is done.").wait_for(state="attached")  # said behind the change
         assert page.title().startswith("done")
         assert page.evaluate("window.stayed")
@@ -615,12 +614,3 @@ def test_histograms_of_odd_values(histogram):
     drawn = charts.histogram("odd", f"of {SCRIPT}", "nats", histogram)
     assert "<script" not in drawn and "&lt;script&gt;" in drawn and "nan" not in drawn and "inf" not in drawn
     assert drawn.count("<svg") == drawn.count("</svg>") == 1
-
-
-@pytest.mark.parametrize(
-    "points", [[], [(0.0, 0.0)], [(1.5, 100.0)], [(t * 7.0, 1e5 + t) for t in range(200)], [(4e5, 1.0), (8e5, 2.0)]]
-)
-def test_throughput_of_odd_runs(points):
-    drawn = charts.throughput("odd", "Tokens per second", points)
-    assert "nan" not in drawn and "inf" not in drawn.replace("info", "") and drawn.count("<desc") == 1
-    assert drawn.count('class="x"') <= 8

@@ -25,9 +25,6 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jo
 
 _Result = TypeVar("_Result")
 
-#: Maximum number of throughput points kept for each job. When there are more, every second point is dropped.
-_THROUGHPUT_POINTS = 200
-
 #: Version of the schema below. A ledger with a higher version is refused.
 _VERSION = 1
 _SCHEMA = """
@@ -51,7 +48,6 @@ create table if not exists job (
     suspects text not null default '[]',
     poison text not null default '{}',
     progress text not null default '{}',
-    throughput text not null default '[]',
     note text,
     error text,
     summary text
@@ -129,14 +125,6 @@ class Claim:
     traceparent: str | None = None
 
 
-@dataclass(frozen=True)
-class _Live:
-    """The progress of a running job, which the file does not have yet."""
-
-    progress: JobProgress
-    throughput: list[tuple[float, float]]
-
-
 class Ledger:
     """A ledger of jobs and uploads in one SQLite file.
 
@@ -151,7 +139,7 @@ class Ledger:
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
         self._file = LedgerFile(file, _SCHEMA, _VERSION, patience_seconds)
-        self._live: dict[str, _Live] = {}  # by the ids of running jobs
+        self._running: dict[str, JobProgress] = {}  # the progress of running jobs, by their ids
 
     @property
     def trouble(self) -> LedgerError | None:
@@ -227,9 +215,9 @@ class Ledger:
         return self._file.write(submit)
 
     def get(self, job: str) -> Job | None:
-        live = dict(self._live)  # before the file is read: a job that has ended meanwhile has its progress there
+        running = dict(self._running)  # before the file is read: a job that has ended meanwhile has its progress there
         row = self._one("select * from job where id = ?", job)
-        return _as_job(row, live) if row else None
+        return _as_job(row, running) if row else None
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
         """Return a page of up to `limit` jobs, newest first.
@@ -248,9 +236,9 @@ class Ledger:
             where.append("number < coalesce((select number from job where id = ?), 0)")
             values.append(before)
         query = f"select * from job where {' and '.join(where)} order by number desc limit ?"
-        live = dict(self._live)
+        running = dict(self._running)
         rows = self._all(query, *values, limit + 1)
-        jobs = [_as_job(row, live) for row in rows[:limit]]
+        jobs = [_as_job(row, running) for row in rows[:limit]]
         return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
 
     def counts(self) -> dict[JobState, int]:
@@ -306,12 +294,11 @@ class Ledger:
                 found = db.execute(f"{query} order by number limit 1", [*but, first["priority"], *here]).fetchone()
                 chosen = found or first
             db.execute(
-                "update job set state = 'running', started_at = ?, attempts = attempts + 1, throughput = '[]', error = null"
-                " where id = ?",
+                "update job set state = 'running', started_at = ?, attempts = attempts + 1, error = null where id = ?",
                 [_now(), chosen["id"]],
             )
             origin = db.execute("select request, traceparent from origin where job = ?", [chosen["id"]]).fetchone()
-            self._live.pop(chosen["id"], None)
+            self._running.pop(chosen["id"], None)
             return _as_claim(chosen, origin)
 
         return self._file.write(claim)
@@ -341,9 +328,7 @@ class Ledger:
 
     def progressed(self, job: str, progress: JobProgress) -> None:
         """Keep the latest progress of a running job in memory. It is written when the job's state changes."""
-        before = self._live[job].throughput if job in self._live else []
-        points = [*before, (round(progress.seconds, 2), round(progress.tokens_per_second, 1))]
-        self._live[job] = _Live(progress, points[::2] if len(points) > _THROUGHPUT_POINTS else points)
+        self._running[job] = progress
 
     def forget_deaths(self, job: str) -> None:
         """Set a running job's number of worker deaths to zero, because values of the job were committed to the store."""
@@ -482,19 +467,17 @@ class Ledger:
         """Write a change of a running job's state, together with the progress that the job has made."""
 
         def change(db: sqlite3.Connection) -> _Result:
-            if (live := self._live.get(job)) is not None:
-                db.execute(
-                    "update job set progress = ?, throughput = ? where id = ? and state = 'running'",
-                    [live.progress.model_dump_json(), json.dumps(live.throughput), job],
-                )
+            if (progress := self._running.get(job)) is not None:
+                values = [progress.model_dump_json(), job]
+                db.execute("update job set progress = ? where id = ? and state = 'running'", values)
             return work(db)
 
         result = self._file.write(change)
-        self._live.pop(job, None)
+        self._running.pop(job, None)
         return result
 
     def _job(self, db: sqlite3.Connection, job: str) -> Job:
-        return _as_job(db.execute("select * from job where id = ?", [job]).fetchone(), self._live)
+        return _as_job(db.execute("select * from job where id = ?", [job]).fetchone(), self._running)
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
         found: sqlite3.Row | None = self._file.read(lambda db: db.execute(query, values).fetchone())
@@ -594,8 +577,8 @@ def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
     )
 
 
-def _as_job(row: sqlite3.Row, running: Mapping[str, _Live]) -> Job:
-    live = running.get(row["id"]) if row["state"] == "running" else None
+def _as_job(row: sqlite3.Row, running: Mapping[str, JobProgress]) -> Job:
+    progress = running.get(row["id"]) if row["state"] == "running" else None
     return Job(
         id=row["id"],
         state=row["state"],
@@ -607,8 +590,7 @@ def _as_job(row: sqlite3.Row, running: Mapping[str, _Live]) -> Job:
         started_at=row["started_at"],
         finished_at=row["finished_at"],
         attempts=row["attempts"],
-        progress=live.progress if live else JobProgress.model_validate_json(row["progress"]),
-        throughput=live.throughput if live else json.loads(row["throughput"]),
+        progress=progress or JobProgress.model_validate_json(row["progress"]),
         note=row["note"],
         error=row["error"],
         summary=json.loads(row["summary"]) if row["summary"] else None,

@@ -180,10 +180,6 @@ class Job(BaseModel):
     finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")
     attempts: int = Field(0, description="Number of times that a worker has started the job.")
     progress: JobProgress = Field(description="Progress of the latest attempt.")
-    throughput: list[tuple[float, float]] = Field(
-        default_factory=list,
-        description="Throughput over time: at most 200 pairs (seconds since the latest attempt began, tokens per second).",
-    )
     note: str | None = Field(
         None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
     )

@@ -86,9 +86,7 @@ class _Pages:
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(texts, name)
         self._templates.filters.update(dataset_name=dataset_name, job_name=job_name)
-        self._templates.globals.update(
-            static=self._static_url, histogram=charts.histogram, throughput=charts.throughput, guarded=bool(self._tokens)
-        )
+        self._templates.globals.update(static=self._static_url, histogram=charts.histogram, guarded=bool(self._tokens))
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in a route that checks the cookie, shows errors as pages and adds headers to the response.
