@@ -90,7 +90,8 @@ def jobs_router(context: Context) -> APIRouter:
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
-            asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
+            async with context.large.turn_of(request):
+                asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
             job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
