@@ -106,20 +106,20 @@ class JobOptions(BaseModel):
     title: str = Field("", max_length=200, description="Title of the job on the service's pages.")
 
 
-_REFERENCE = Field(min_length=1, max_length=200, description="Name or id of one of this service's references.")
+_NAMES_REFERENCE = "Name or id of one of this service's references."
 
 
 class QuerySettings(JobOptions):
     """The settings of a job in the query string, which are used only if the request's body is the dataset itself."""
 
-    reference: Annotated[str, _REFERENCE] | None = None
+    reference: str | None = Field(None, min_length=1, max_length=200, description=_NAMES_REFERENCE)
 
 
 class JobSettings(JobOptions):
     """The settings of a job."""
 
     model_config = ConfigDict(extra="forbid")
-    reference: Annotated[str, _REFERENCE]
+    reference: str = Field(min_length=1, max_length=200, description=_NAMES_REFERENCE)
 
 
 class JobRequest(JobSettings):
