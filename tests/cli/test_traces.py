@@ -102,20 +102,24 @@ def hanging():
 
 
 def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, tmp_path, hanging):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 3))
-    plain = score(file)
-    began = time.monotonic()
-    assert plain.wait(120) == 0
-    usual = time.monotonic() - began
-    for number, url in enumerate((hanging, "http://127.0.0.1:9")):
-        file = write_rows(tmp_path / f"{number}.jsonl", token_rows(20, 10 + number))
+    def plain_run(seed: int) -> float:
+        rows = write_rows(tmp_path / f"plain-{seed}.jsonl", token_rows(20, seed))
         began = time.monotonic()
-        process = score(file, OTEL_EXPORTER_OTLP_ENDPOINT=url)
+        assert score(rows).wait(120) == 0
+        return time.monotonic() - began
+
+    usual = plain_run(3)
+    took = []
+    for number, url in enumerate((hanging, "http://127.0.0.1:9")):
+        rows = write_rows(tmp_path / f"{number}.jsonl", token_rows(20, 10 + number))
+        began = time.monotonic()
+        process = score(rows, OTEL_EXPORTER_OTLP_ENDPOINT=url)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and "40 scored" in out
-        assert time.monotonic() - began < usual + 15, err  # the exporter gives up after 10 seconds
+        took.append(time.monotonic() - began)
         assert "Traceback" not in err, err
     assert "Connection refused" in err, err
+    assert max(took) < max(usual, plain_run(4)) + 10  # the machine may be busier or less busy than before
 
 
 def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, taken):

@@ -342,9 +342,9 @@ class Client:
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
-        If several changes follow each other within a second, only the last state is yielded, and it may be yielded some seconds
-        later; the end of the job is not. The client keeps waiting if the connection
-        is lost or the service restarts. Raises the same errors as `watch`, except JobFailedError.
+        If several changes follow each other within a second, only the last state is yielded, perhaps some seconds later. The
+        job's end is yielded within a second. The client keeps waiting if the connection is lost or the service restarts. Raises
+        the same errors as `watch`, except JobFailedError.
 
         Args:
             job: id of the job.
