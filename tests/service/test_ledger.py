@@ -113,7 +113,7 @@ def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
     newer, damaged = tmp_path / "newer.sqlite", tmp_path / "damaged.sqlite"
     Ledger(newer).close()
     with sqlite3.connect(newer) as database:
-        database.execute("pragma user_version = 2")
+        database.execute("pragma user_version = 3")
     damaged.write_bytes(b"no database at all" * 1000)
     with pytest.raises(UsageError, match="newer version of reflogp"):
         Ledger(newer)

@@ -25,8 +25,8 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jo
 
 _Result = TypeVar("_Result")
 
-#: Version of the schema below. A ledger with a higher version is refused.
-_VERSION = 1
+#: Version of the schema below. A ledger with a higher version is refused. Version 1 has further columns, which are not used.
+_VERSION = 2
 _SCHEMA = """
 create table if not exists job (
     number integer primary key autoincrement,
