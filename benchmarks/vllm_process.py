@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from pairs import Pairs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+VLLM_PYTHON = Path(os.environ.get("REFLOGP_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
 
 
 class Vllm:

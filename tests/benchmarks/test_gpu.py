@@ -31,7 +31,7 @@ NUMBERS = (
 )
 #: One thread: passes of 1,024 tokens, so that there are passes between the first and the last.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OUT")}
-ENVIRONMENT["OMP_NUM_THREADS"] = "1"
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "REFLOGP_VLLM_PYTHON": "/no/such/python"}
 
 
 def run_benchmark(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict[str, Any]]:
