@@ -79,3 +79,16 @@ def test_a_token_without_a_settings_file_is_printed_with_its_lines(reflogp):
     assert reflogp("token", "trainers", "--scope", "everything")[0] == 2
     code, out, err = reflogp("token", "trainers", "--config", "/nowhere/service.toml")
     assert (code, out) == (2, "") and "cannot be written" in err
+
+
+def test_a_settings_file_has_one_token_of_each_name(reflogp, tmp_path):
+    file = tmp_path / "service.toml"
+    file.write_text('store = "./logps"')
+    for name in ("trainers", "notebooks"):
+        assert reflogp("token", name, "--config", file)[0] == 0
+    before = file.read_text()
+    code, out, err = reflogp("token", "trainers", "--config", file)
+    assert (code, out, file.read_text()) == (2, "", before)
+    assert "already has a token with the name trainers: choose another name, or delete the lines" in err
+    file.write_text("store = ./logps")
+    assert "is not a TOML file" in reflogp("token", "trainers", "--config", file)[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,8 +117,16 @@ def token(
     lines = ["[[tokens]]", f"name = {json.dumps(name)}", f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes)}"]
     if config is not None:
         try:
-            with config.open("a", encoding="utf-8") as file:
+            with config.open("a+", encoding="utf-8") as file:
+                file.seek(0)
+                if name in (entry.get("name") for entry in tomllib.loads(file.read()).get("tokens", [])):
+                    raise UsageError(
+                        f"{config} already has a token with the name {name}: choose another name, or delete the lines of that "
+                        "token to replace it"
+                    )
                 file.write("\n" + "\n".join(lines) + "\n")
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"--config {config} is not a TOML file: {error}") from error
         except OSError as error:
             raise UsageError(f"--config {config} cannot be written: {error.strerror}") from error
         lines = []
