@@ -68,13 +68,27 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 
 
-def missing_extra(extra: str, error: ImportError) -> ReflogpError:
-    return ReflogpError(f"this command needs reflogp[{extra}]: pip install 'reflogp[{extra}]' ({error})")
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Name the extra to install if an import in the `with` block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ReflogpError(f"this command needs reflogp[{extra}]: pip install 'reflogp[{extra}]' ({error})") from error
 
 
-def print_json(summary: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(summary) + "\n")
+def print_json(result: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
+
+
+def print_result(result: dict[str, Any], as_json: bool, *lines: str) -> None:
+    """Print a result as JSON, or as lines of text."""
+    if as_json:
+        print_json(result)
+        return
+    for line in lines:
+        out.print(line)
 
 
 def quiet_libraries() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp.cli.console import missing_extra, out, progress_bar, quiet_libraries
+from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
 from reflogp.store import UsageError
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
@@ -32,12 +32,10 @@ def demo(
 
     Example: reflogp demo --out ./reflogp-demo
     """
-    try:
+    with needs("service,trainer"):
         quiet_libraries()
         from reflogp.scoring import report, score
         from reflogp.trainer import CachedDPOTrainer, Reference
-    except ImportError as error:
-        raise missing_extra("service,trainer", error) from error
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     data = str(shipped_data())

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_json, print_result
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
 from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, ROW_COLUMN, tokens_column
@@ -65,10 +65,8 @@ def export(
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
     """
-    try:
+    with needs("service"):
         import torch
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     if not _HASH.fullmatch(cache_hash):
         raise UsageError(
             f"--hash {cache_hash}: open-instruct's hashes have 16 digits (0-9 and a-f); copy the hash from open-instruct's log"
@@ -90,11 +88,9 @@ def export(
     file = output / f"{cache_hash}.pt"
     with write_atomically(file) as partial, partial.open("wb") as out_file:
         torch.save(tensors, out_file)
-    if as_json:
-        origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
-        print_json({"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin})
-    else:
-        out.print(f"{counted(expected, 'pair')} written for {stack}: {file}")
+    origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
+    result = {"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin}
+    print_result(result, as_json, f"{counted(expected, 'pair')} written for {stack}: {file}")
 
 
 def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:

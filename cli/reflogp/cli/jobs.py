@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, lines_of, out, print_json
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, lines_of, print_result
 from reflogp.client import Client, Job, JobProgress, ServiceError
 from reflogp.client.models import JobState
 from reflogp.store.texts import counted, hide_secrets, visible
@@ -72,14 +72,12 @@ def ls(
     """
     with connected(url, token) as client:
         page = client.jobs(state, limit=limit)
-    if as_json:
-        print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
-        return
     rows = [_COLUMNS, *map(_row, page.jobs)] if page.jobs else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        out.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counts = ", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet"
+    result = {"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before}
+    print_result(result, as_json, *lines, counts)
 
 
 _COLUMNS = ("job", "state", "sequences", "submitted", "by", "reference", "dataset", "title")
@@ -116,10 +114,7 @@ def show(
     """
     with connected(url, token, job) as client:
         found = watched(client, job) if watch else client.job(job)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        _describe(found)
+    print_result(found.as_dict(), as_json, *_described(found))
     if watch:
         raise typer.Exit(exit_code(found))
 
@@ -132,10 +127,8 @@ def cancel(url: options.Url, job: JobId, token: options.Token = None, as_json: o
     """
     with connected(url, token, job) as client:
         found = client.cancel(job)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        out.print(f"job {found.id} is {found.state}{'' if found.finished else '; it stops after its current forward pass'}")
+    more = "" if found.finished else "; it stops after its current forward pass"
+    print_result(found.as_dict(), as_json, f"job {found.id} is {found.state}{more}")
 
 
 @app.command("retry")
@@ -146,10 +139,7 @@ def retry(url: options.Url, job: JobId, token: options.Token = None, as_json: op
     """
     with connected(url, token, job) as client:
         found = client.retry(job)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        out.print(f"job {found.id} is {found.state}; watch it: {command('show', url, job)} --watch")
+    print_result(found.as_dict(), as_json, f"job {found.id} is {found.state}; watch it: {command('show', url, job)} --watch")
 
 
 @app.command("result")
@@ -221,28 +211,25 @@ def command(name: str, url: str, job: str) -> str:
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 
-def print_outcome(job: Job) -> None:
-    """Print how a job ended, in a few lines. For a job that has not ended, print its state."""
+def outcome(job: Job) -> list[str]:
+    """Return how a job ended, in a few lines. For a job that has not ended, return its state."""
     if job.state == "failed" and job.error:
-        out.print(f"job {job.id} failed: {job.error}")
-        return
+        return [f"job {job.id} failed: {job.error}"]
     if job.state != "done" or job.summary is None:
-        out.print(f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}")
-        return
+        return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
     summary = job.summary
-    for note in summary.get("notes", []):
-        out.print(f"note: {note}")
     counts = {name: summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")}
     told = ", ".join(
         counted(n, name.removesuffix("s").replace("_", " ")) if name.endswith("s") else f"{n:,} {name}"
         for name, n in counts.items()
         if n or name in ("hits", "scored")
     )
-    out.print(f"{summary.get('rows', 0):,} rows, {summary.get('sequences', 0):,} sequences: {told}")
+    lines = [f"note: {note}" for note in summary.get("notes", [])]
+    lines.append(f"{summary.get('rows', 0):,} rows, {summary.get('sequences', 0):,} sequences: {told}")
     if counts["scored"]:
         tokens, rate = summary.get("tokens", 0), summary.get("tokens_per_second", 0)
-        out.print(f"{tokens:,} tokens in {summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
-    out.print(f"reference {job.reference_id}, snapshot {summary.get('snapshot')}")
+        lines.append(f"{tokens:,} tokens in {summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
+    return [*lines, f"reference {job.reference_id}, snapshot {summary.get('snapshot')}"]
 
 
 def exit_code(job: Job) -> int:
@@ -253,7 +240,7 @@ def exit_code(job: Job) -> int:
     return EXIT_MISSES if bad_rows and job.state == "done" else EXIT_DONE
 
 
-def _describe(job: Job) -> None:
+def _described(job: Job) -> list[str]:
     now = job.progress
     settings = {name: value for name, value in job.settings.items() if value not in (None, "") and name != "reference"}
     facts = {
@@ -267,11 +254,8 @@ def _describe(job: Job) -> None:
         "finished": _time(job.finished_at),
         "progress": now.line() if now.sequences else "",
     }
-    for name, value in facts.items():
-        if value:
-            out.print(f"{name:<10} {value}")
-    if job.finished:
-        print_outcome(job)
+    lines = [f"{name:<10} {value}" for name, value in facts.items() if value]
+    return [*lines, *outcome(job)] if job.finished else lines
 
 
 def _dataset(job: Job) -> str:

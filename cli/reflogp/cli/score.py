@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from reflogp.cli import engine_options, options
-from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, print_notes, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import find_reference, tokenized
@@ -79,11 +79,9 @@ def score(
 
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
-    try:
+    with needs("service"):
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.runs.score import score_dataset
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     quiet_libraries()
     choice = engine_choice(
         engine,
@@ -148,11 +146,7 @@ def score(
             strict_engine=engine if strict_engine else None,
         )
     print_notes(summary.notes)
-    if as_json:
-        print_json(summary.as_dict())
-    else:
-        for line in summary.lines():
-            out.print(line)
+    print_result(summary.as_dict(), as_json, *summary.lines())
     rows.check_unchanged()  # raises an error if the dataset has changed since it was read; the stored values are kept
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
@@ -198,10 +192,8 @@ def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences:
 @contextmanager
 def _cluster(choice: Any, address: str) -> Iterator[Any]:
     """Connect to a Ray cluster, and yield the EngineChoice for its workers."""
-    try:
+    with needs("ray"):
         from reflogp.scoring.on_ray.cluster import connected, on_workers
-    except ImportError as error:
-        raise missing_extra("ray", error) from error
     with connected(address or None):
         yield on_workers(choice)
 

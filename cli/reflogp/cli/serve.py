@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import err, missing_extra, out
+from reflogp.cli.console import err, needs, out
 from reflogp.store import UsageError
 
 
@@ -61,11 +61,9 @@ def serve(
 
     Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """
-    try:
+    with needs("service"):
         from reflogp.service.run import run
         from reflogp.service.settings import read_settings
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     references: dict[str, Any] = {}
     for entry in model or []:
         name, equals, path = entry.partition("=")
@@ -104,11 +102,9 @@ def token(
 
     Example: reflogp token trainers --config service.toml > trainers.token
     """
-    try:
+    with needs("service"):
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     scopes = scope or ["score"]
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise UsageError(f"--scope {unknown[0]}: unknown scope; choose from {', '.join(SCOPES)}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
+from reflogp.cli.console import EXIT_FAILED, err, out, print_result, progress_bar
 from reflogp.store import LogprobTable, Reference, ReflogpError, Store, UsageError, import_folder
 from reflogp.store.exchange import Imported
 from reflogp.store.hub import pull, push_table
@@ -59,9 +59,13 @@ def _one_table(uri: str, beginning: str | None) -> LogprobTable:
 
 
 def _each(
-    uri: str, beginning: str | None, work: Callable[[LogprobTable], list[dict[str, Any]]], name: str, as_json: bool
+    uri: str,
+    beginning: str | None,
+    as_json: bool,
+    name: str,
+    work: Callable[[LogprobTable], tuple[str, list[dict[str, Any]]]],
 ) -> list[dict[str, Any]]:
-    """Call `work` for every table, and return all its results. With `as_json`, print them under `name`.
+    """Call `work` for every table. It returns a line, and the entries that --json prints under `name`. Return all entries.
 
     An error of one of several tables is printed, and the others are worked on before the command exits.
     """
@@ -69,18 +73,20 @@ def _each(
     references = _references(store, beginning)
     results: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for reference in references:
+    for reference_id in (reference.reference_id for reference in references):
         try:
-            results += work(store[reference.reference_id])
+            line, entries = work(store[reference_id])
         except ReflogpError as error:
             if len(references) == 1:
                 raise
-            err.print(f"reflogp: {reference.reference_id}: {error}", style="red")
-            failed[reference.reference_id] = str(error)
-    if as_json:
-        print_json({"store": store.uri, name: results, "failed": failed})
-    elif not references:
-        out.print(f"{store.uri} contains no references yet")
+            err.print(f"reflogp: {reference_id}: {error}", style="red")
+            failed[reference_id] = str(error)
+            continue
+        results += [{"reference_id": reference_id, **entry} for entry in entries]
+        if line and not as_json:
+            out.print(f"{reference_id}: {line}")
+    empty = () if references else (f"{store.uri} contains no references yet",)
+    print_result({"store": store.uri, name: results, "failed": failed}, as_json, *empty)
     if failed:
         raise typer.Exit(EXIT_FAILED)
     return results
@@ -93,18 +99,14 @@ def ls(uri: options.StoreArgument, as_json: options.AsJson = False) -> None:
     Example: reflogp store ls ./logps
     """
 
-    def describe(table: LogprobTable) -> list[dict[str, Any]]:
+    def describe(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         shards, rows, size = table.totals()
-        reference, snapshot = table.reference, table.snapshot_number()
-        if not as_json:
-            out.print(
-                f"{reference.reference_id}  {reference.name} in {reference.dtype}: snapshot {snapshot}, "
-                f"{counted(rows, 'sequence')}, {counted(shards, 'shard')}, {size / 1e6:,.1f} MB"
-            )
-        entry = {"reference_id": reference.reference_id, "name": reference.name, "dtype": reference.dtype}
-        return [{**entry, "snapshot": snapshot, "shards": shards, "sequences": rows, "bytes": size}]
+        name, dtype, snapshot = table.reference.name, table.reference.dtype, table.snapshot_number()
+        held = f"{counted(rows, 'sequence')}, {counted(shards, 'shard')}, {size / 1e6:,.1f} MB"
+        entry = {"name": name, "dtype": dtype, "snapshot": snapshot, "shards": shards, "sequences": rows, "bytes": size}
+        return f"{name} in {dtype}, snapshot {snapshot}, {held}", [entry]
 
-    _each(uri, None, describe, "references", as_json)
+    _each(uri, None, as_json, "references", describe)
 
 
 @app.command("verify")
@@ -126,26 +128,19 @@ def verify(
     Example: reflogp store verify ./logps
     """
 
-    def check(table: LogprobTable) -> list[dict[str, Any]]:
-        name = table.reference.reference_id
+    def check(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         with progress_bar(f"verifying {table.reference.name}") as bar:
             found = table.verify(bar.hashed)
         for damage in found:
             err.print(f"damaged: {table.uri}/{damage.file} ({damage.rows:,} rows): {damage.problem}", style="red")
+        line = "" if found else "every shard is intact"
         if found and repair:
             done = table.drop(shards=[damage.file for damage in found])
-            err.print(
-                f"repaired {name}: snapshot {done.snapshot} has {counted(table.totals()[1], 'row')}; run `reflogp score` to "
-                "score the dropped rows again"
-            )
-        elif not found and not as_json:
-            out.print(f"{name}: every shard is intact")
-        return [
-            {"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}", "repaired": repair}
-            for damage in found
-        ]
+            rows = counted(table.totals()[1], "row")
+            line = f"repaired: snapshot {done.snapshot} has {rows}; run `reflogp score` to score the dropped rows again"
+        return line, [{**asdict(damage), "file": f"{table.uri}/{damage.file}", "repaired": repair} for damage in found]
 
-    damaged = _each(uri, reference, check, "damaged", as_json)
+    damaged = _each(uri, reference, as_json, "damaged", check)
     if damaged and not repair:
         err.print("--repair drops the damaged shards; the next `reflogp score` scores their rows again")
         raise typer.Exit(EXIT_FAILED)
@@ -161,17 +156,15 @@ def compact(uri: options.StoreArgument, reference: ReferenceId = None, as_json: 
     Example: reflogp store compact ./logps
     """
 
-    def work(table: LogprobTable) -> list[dict[str, Any]]:
+    def work(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         with progress_bar(f"compacting {table.reference.name}") as bar:
             done = table.compact(progress=bar.hashed)
         result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows rewritten"
         if not done.won:
             result = "another process has already compacted the same shards"
-        if not as_json:
-            out.print(f"{table.reference.reference_id}: {result}")
-        return [{"reference_id": table.reference.reference_id, **asdict(done)}]
+        return result, [asdict(done)]
 
-    _each(uri, reference, work, "compacted", as_json)
+    _each(uri, reference, as_json, "compacted", work)
 
 
 @app.command("vacuum")
@@ -201,13 +194,12 @@ def vacuum(
     Example: reflogp store vacuum ./logps --dry-run
     """
 
-    def work(table: LogprobTable) -> list[dict[str, Any]]:
+    def work(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         files = table.vacuum(retention_hours, dry_run=dry_run, alone=alone)
-        if not as_json:
-            out.print(f"{table.reference.reference_id}: {counted(len(files), 'file')} {'would be ' if dry_run else ''}deleted")
-        return [{"reference_id": table.reference.reference_id, "dry_run": dry_run, "files": files}]
+        deleted = f"{counted(len(files), 'file')} {'would be ' if dry_run else ''}deleted"
+        return deleted, [{"dry_run": dry_run, "files": files}]
 
-    _each(uri, reference, work, "deleted", as_json)
+    _each(uri, reference, as_json, "deleted", work)
 
 
 @app.command("drop")
@@ -237,14 +229,12 @@ def drop(
     if not isinstance(entries, dict) or not entries:
         raise UsageError("--provenance must be a JSON object with at least one entry")
 
-    def work(table: LogprobTable) -> list[dict[str, Any]]:
+    def work(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         with progress_bar(f"reading {table.reference.name}") as bar:
             done = table.drop(provenance=entries, progress=bar.hashed)
-        if not as_json:
-            out.print(f"{table.reference.reference_id}: {counted(done.rows, 'row')} dropped; the snapshot is {done.snapshot}")
-        return [{"reference_id": table.reference.reference_id, **asdict(done)}]
+        return f"{counted(done.rows, 'row')} dropped; the snapshot is {done.snapshot}", [asdict(done)]
 
-    _each(uri, reference, work, "dropped", as_json)
+    _each(uri, reference, as_json, "dropped", work)
 
 
 @app.command("export")
@@ -264,10 +254,8 @@ def export(
     table = _one_table(uri, reference)
     with progress_bar(f"exporting {table.reference.name}") as bar:
         rows, files = table.export(folder, snapshot, bar.hashed)
-    if as_json:
-        print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
-    else:
-        out.print(f"{counted(rows, 'sequence')} in {counted(files, 'file')} written to {folder}")
+    result = {"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files}
+    print_result(result, as_json, f"{counted(rows, 'sequence')} in {counted(files, 'file')} written to {folder}")
 
 
 @app.command("import")
@@ -317,14 +305,11 @@ def push(
     with progress_bar(f"exporting {table.reference.name}") as bar:
         at = table.snapshot(snapshot)
         done = push_table(table, repository, at, public=public, replace=replace, progress=bar.hashed)
-    if as_json:
-        print_json({"repository": repository, **asdict(done)})
-    elif done.changed:
-        pushed = f"{counted(done.rows, 'sequence')} in {counted(done.files, 'file')}"
-        out.print(f"{pushed} pushed to {repository}, commit {done.commit}")
-    else:
+    line = f"{counted(done.rows, 'sequence')} in {counted(done.files, 'file')} pushed to {repository}, commit {done.commit}"
+    if not done.changed:
         sequences = counted(done.rows, "sequence")
-        out.print(f"nothing to push: commit {done.commit} of {repository} already contains the snapshot's {sequences}")
+        line = f"nothing to push: commit {done.commit} of {repository} already contains the snapshot's {sequences}"
+    print_result({"repository": repository, **asdict(done)}, as_json, line)
 
 
 @app.command("pull")
@@ -347,10 +332,9 @@ def pull_(
 
 
 def _print_imported(store: Store, done: Imported, as_json: bool) -> None:
-    if as_json:
-        print_json({"store": store.uri, **asdict(done)})
-    else:
-        out.print(
-            f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of reference {done.reference_id} "
-            "contains the complete import"
-        )
+    print_result(
+        {"store": store.uri, **asdict(done)},
+        as_json,
+        f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of reference {done.reference_id} "
+        "contains the complete import",
+    )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, print_notes, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored
 from reflogp.store.commands import ScoreArguments
@@ -31,10 +31,8 @@ def join(
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
-    try:
+    with needs("service"):
         from reflogp.scoring.joining import join_dataset
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     quiet_libraries()
     dataset, at = open_scored(arguments, snapshot)
     with progress_bar("joining") as bar:
@@ -48,11 +46,9 @@ def join(
             f"skipped {missing} without values in snapshot {summary.snapshot} (0-based row numbers: {named})", style="yellow"
         )
         err.print(f"score them: {arguments.command()}")
-    if as_json:
-        print_json(summary.as_dict())
-    else:
-        where = f"written to {output}" if summary.written else f"could be joined, so {output} was not written"
-        out.print(f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})")
+    where = f"written to {output}" if summary.written else f"could be joined, so {output} was not written"
+    line = f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})"
+    print_result(summary.as_dict(), as_json, line)
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
@@ -82,10 +78,8 @@ def report(
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
-    try:
+    with needs("service"):
         from reflogp.scoring.reports.build import write_report
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     quiet_libraries()
     command = arguments.command()
     dataset, at = open_scored(arguments, snapshot)
@@ -96,16 +90,13 @@ def report(
         err.print(
             f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')}; to add the values: {command}",
         )
-    if as_json:
-        print_json(summary.as_dict())
-    else:
-        for finding in summary.findings:
-            if finding["kind"] in ("fix", "check"):
-                out.print(f"{finding['kind']}: {finding['text']}")
-        out.print(
-            f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values, "
-            f"from {counted(summary.rows, 'row')}; snapshot {summary.snapshot})"
-        )
+    print_result(
+        summary.as_dict(),
+        as_json,
+        *(f"{finding['kind']}: {finding['text']}" for finding in summary.findings if finding["kind"] in ("fix", "check")),
+        f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values, "
+        f"from {counted(summary.rows, 'row')}; snapshot {summary.snapshot})",
+    )
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 

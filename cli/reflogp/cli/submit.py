@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import jobs, options
-from reflogp.cli.console import err, print_json, progress_bar
+from reflogp.cli.console import err, print_result, progress_bar
 from reflogp.client import Client, RequestRefusedError, ServicePath, ServiceUri, Uploaded, files
 from reflogp.client.jobs import on_hub
 from reflogp.store import UsageError
@@ -102,10 +102,7 @@ def submit(
                 if error.status != 404:
                     raise
                 err.print(f"no values were saved: {error}", style="yellow")  # status 404: no row of the dataset could be read
-    if as_json:
-        print_json(job.as_dict())
-    else:
-        jobs.print_outcome(job)
+    print_result(job.as_dict(), as_json, *jobs.outcome(job))
     raise typer.Exit(jobs.exit_code(job))
 
 

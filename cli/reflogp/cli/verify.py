@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from reflogp.cli import engine_options, options
-from reflogp.cli.console import EXIT_FAILED, Bar, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import find_reference, tokenized
@@ -47,11 +47,9 @@ def verify(
 
     Example: reflogp verify ./sft-model pairs.jsonl --store ./logps
     """
-    try:
+    with needs("service"):
         from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
-    except ImportError as error:
-        raise missing_extra("service", error) from error
     quiet_libraries()
     choice = engine_choice("torch", arguments.trust_remote_code, device=device, token_budget=token_budget)
     source, opened = RowSource(arguments.data, arguments.split), Store(arguments.store)
@@ -85,15 +83,12 @@ def verify(
         "reference_id": reference.reference_id,
         "snapshot": stored.number,
     }
-    if as_json:
-        print_json(found)
-    else:
-        for line in (
-            "computed {sequences:,} sequences of {rows:,} rows again; {without_values:,} sequences have no stored values",
-            "sums differ by up to {max_difference:.2g} nats ({max_per_root_token:.2g} nats/√tokens, {tolerance:g} allowed), by "
-            "{mean_difference:+.2g} on average; tokens of a sequence by up to {max_token_rms:.2g} nats (root mean square)",
-        ):
-            out.print(line.format(**found))
+    lines = (
+        "computed {sequences:,} sequences of {rows:,} rows again; {without_values:,} sequences have no stored values",
+        "sums differ by up to {max_difference:.2g} nats ({max_per_root_token:.2g} nats/√tokens, {tolerance:g} allowed), by "
+        "{mean_difference:+.2g} on average; tokens of a sequence by up to {max_token_rms:.2g} nats (root mean square)",
+    )
+    print_result(found, as_json, *(line.format(**found) for line in lines))
     if wrong:
         err.print(f"not the model's values (row numbers from 0, worst first): {', '.join(map(str, wrong[:10]))}", style="red")
         err.print(f"{counted(len(wrong), 'row')} in all; score the data into another store")
