@@ -76,7 +76,8 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         tokens=fields["max_score_tokens"],
         unread=options.unread_mib * MIB,
     )
-    place = ("--store", folder / "store", "--state", folder / "state", "--model", f"ref={model}", "--pin", "ref")
+    (folder / "service.toml").write_text(f'state = "{folder / "state"}"\npinned = "ref"\n')
+    place = ("--store", folder / "store", "--config", folder / "service.toml", "--model", f"ref={model}")
     with running(*place) as service, Client(service.url) as client:
         service.worker_ready()
         job = client.watch(client.submit(data, "ref").id)

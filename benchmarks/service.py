@@ -83,12 +83,12 @@ def parse() -> argparse.Namespace:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, *more: str) -> Iterator[Service]:
-    """Run a service with its own store and state; yield it when its worker is ready."""
+def serving(folder: Path, model: Path, settings: str = "") -> Iterator[Service]:
+    """Run a service with its own store and state, and lines of a settings file; yield it when its worker is ready."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    with running(
-        "--store", place / "store", "--state", place / "state", "--model", f"ref={model}", "--dtype", "bfloat16", *more
-    ) as service:
+    (place / "service.toml").write_text(f'state = "{place / "state"}"\n{settings}')
+    model_options = ("--model", f"ref={model}", "--dtype", "bfloat16")
+    with running("--store", place / "store", "--config", place / "service.toml", *model_options) as service:
         service.worker_ready()
         yield service
 
@@ -168,7 +168,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def online(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Measure the time of one caller's requests in addition to the engine's time."""
-    with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
+    with serving(folder, model, 'pinned = "ref"') as service, Client(service.url) as client:
         timed(client, 20, 0)
         beyond, _ = timed(client, 100 * rounds, 1000)
         return {"sequences": SEQUENCES, "tokens_each": TOKENS, "requests": len(beyond), **percentiles(beyond)}
@@ -192,7 +192,11 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
             for at in range(each):
                 client.score("ref", *asked[number * each + at])
 
-        with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client, ThreadPoolExecutor(8) as threads:
+        with (
+            serving(folder, model, 'pinned = "ref"') as service,
+            Client(service.url) as client,
+            ThreadPoolExecutor(8) as threads,
+        ):
             client.score("ref", *request(1))
             start = time.perf_counter()
             list(threads.map(partial(caller, client), range(8)))
@@ -216,7 +220,7 @@ def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
 
 def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Measure how much longer online requests take while a job runs, and how long one of the job's packs takes."""
-    with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
+    with serving(folder, model, 'pinned = "ref"') as service, Client(service.url) as client:
         timed(client, 10, 0)
         _, alone = timed(client, 30 * rounds, 20_000)
         job = client.submit(data, "ref").id

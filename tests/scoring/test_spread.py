@@ -285,9 +285,8 @@ def test_a_process_counts_the_gpus(script, outcome, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--devices", "cpu", "--device", "cpu"], "cannot be combined with --device"),
-        (["--devices", "cpu", "--ray"], "cannot be combined with --ray"),
-        (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
+        (["--devices", "cpu,cpu", "--ray"], "cannot be combined with --ray"),
+        (["--devices", "all", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
         (["--devices", "cuda:7"], "torch detects 0 GPUs"),
         (["--devices", ""], "use 'all', 'auto', 'cpu'"),
     ],

@@ -310,7 +310,7 @@ def test_an_environment_without_vllm_or_reflogp_is_named(lacks, reference_folder
     if lacks == "reflogp":
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
         python = tmp_path / "bare" / "bin" / "python"
-    with pytest.raises(UsageError, match=r"lacks vLLM or reflogp.*--vllm-python or in REFLOGP_VLLM_PYTHON"):
+    with pytest.raises(UsageError, match=r"lacks vLLM or reflogp.* in REFLOGP_VLLM_PYTHON"):
         EngineChoice("vllm", vllm_python=str(python)).make(
             str(reference_folder), describe_reference(str(reference_folder), "float32")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,36 +26,12 @@ StrictEngine = Annotated[
         "--strict-engine", help="Fail if an engine other than --engine computed any of the store's values for this dataset."
     ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device to score on: `auto`, `cpu`, `cuda`, `cuda:1`, … Default: `auto`. With --engine remote: device on which "
-        "some of the server's values are checked."
-    ),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        help="Spread the dataset over several devices of this machine: one process per device, or per N GPUs with "
-        "--tensor-parallel N. Give `all` or a list such as `cuda:0,cuda:1` or `cpu,cpu`.",
-        metavar="all|NAME,…",
-    ),
-]
 TokenBudget = Annotated[
     str | None,
     typer.Option(
         help="With --engine torch: maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based "
         "on free memory).",
         metavar="N|auto",
-    ),
-]
-VllmPython = Annotated[
-    str | None,
-    typer.Option(
-        help="Python interpreter of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or the Python that "
-        "runs this command.",
-        metavar="FILE",
-        rich_help_panel=_VLLM,
     ),
 ]
 TensorParallel = Annotated[
@@ -111,9 +88,7 @@ TrustClaim = Annotated[
 
 #: The engine to which each option belongs.
 _OWNERS = {
-    "device": "torch",
     "token_budget": "torch",
-    "vllm_python": "vllm",
     "tensor_parallel": "vllm",
     "vllm_option": "vllm",
     "url": "remote",
@@ -123,18 +98,17 @@ _OWNERS = {
 }
 
 
-def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool = True, **options: Any) -> EngineChoice:
+def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool, values: Mapping[str, Any]) -> EngineChoice:
     """Return the EngineChoice for the engine `name`, with the options in this module that the user gave.
 
-    Raises UsageError if an option cannot be parsed or belongs to a different engine, or if the engine is remote and no url was
-    given.
+    `values` are the values of the command's parameters. Raises UsageError if an option cannot be parsed or belongs to a
+    different engine, or if the engine is remote and no url was given.
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
-    given = {option: value for option, value in options.items() if value is not None}
+    given = {option: values[option] for option in _OWNERS if values.get(option) not in (None, [], ())}
     for option in given:
-        # --device is allowed for a remote engine, because the server's values are checked on this device
-        if _OWNERS[option] != name and (option, name) != ("device", "remote"):
+        if _OWNERS[option] != name:
             raise UsageError(
                 f"--{option.replace('_', '-')} is an option of --engine {_OWNERS[option]}, but the engine is {name}"
             )

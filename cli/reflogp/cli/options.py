@@ -107,12 +107,34 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the model or the tokenizer. Off by default."),
 ]
+_DEVICES = (
+    "Devices to use, each with its own worker process: all (every GPU, or the CPU if there is no GPU), auto (one device, which "
+    "the engine chooses), cpu, or a list such as cuda:0,cuda:1. With tensor parallelism over N GPUs, one worker uses N GPUs."
+)
+ServedDevices = Annotated[
+    str | None, typer.Option("--devices", "--device", help=f"{_DEVICES} Default: all.", metavar="all|NAME,…")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        "--device",
+        help=f"{_DEVICES} A single device needs no worker process. With --engine remote: the device on which some of the "
+        "server's values are checked. Default: auto.",
+        metavar="all|NAME,…",
+    ),
+]
 Url = Annotated[str, typer.Argument(help="URL of the service, as printed by `reflogp serve`.", metavar="URL")]
 Token = Annotated[
     str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it has completed, failed or been cancelled.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
+
+
+def names(devices: str | None) -> list[str]:
+    """Return the names in the value of --devices, or an empty list if the option was not given."""
+    return [] if devices is None else [name.strip() for name in devices.split(",")]
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
@@ -126,8 +148,9 @@ def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], N
 
     @wraps(command)
     def expanded(**values: Any) -> None:
-        arguments = _score_arguments(**{name: values.pop(name) for name in shared})
-        command(arguments, **values)  # type: ignore[call-arg]  # Typer passes the command's own parameters by name
+        given = {name: values.pop(name) for name in shared}
+        settings = TrainerSettings(given.pop("max_length"), given.pop("truncation_mode"))
+        command(ScoreArguments(**given, settings=settings), **values)  # type: ignore[call-arg]  # Typer passes them by name
 
     expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in both]
@@ -150,18 +173,4 @@ def _score_arguments(
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
     trust_remote_code: TrustRemoteCode = False,
-) -> ScoreArguments:
-    return ScoreArguments(
-        model,
-        data,
-        store,
-        dtype,
-        TrainerSettings(max_length, truncation_mode),
-        lm_head_dtype=lm_head_dtype,
-        revision=revision,
-        split=split,
-        form=form,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+) -> None: ...

@@ -16,8 +16,10 @@ from reflogp.cli.console import EXIT_MISSES, needs, print_notes, print_result, p
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import find_reference, tokenized
+from reflogp.scoring.machine import places
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
+from reflogp.store.reference import AUTO
 
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
@@ -38,8 +40,7 @@ def score(
     ctx: typer.Context,
     engine: engine_options.Engine = "torch",
     strict_engine: engine_options.StrictEngine = False,
-    device: engine_options.Device = None,
-    devices: engine_options.Devices = None,
+    devices: options.Devices = None,
     token_budget: engine_options.TokenBudget = None,
     ray: Annotated[
         str | None,
@@ -53,7 +54,6 @@ def score(
     ray_workers: Annotated[
         int | None, typer.Option(min=1, help="Number of workers on Ray. Default: as many as the cluster has resources for.")
     ] = None,
-    vllm_python: engine_options.VllmPython = None,
     tensor_parallel: engine_options.TensorParallel = None,
     vllm_option: engine_options.VllmOption = None,
     url: engine_options.Url = None,
@@ -80,31 +80,14 @@ def score(
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     with needs("service"):
+        import torch
+
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.runs.score import score_dataset
     quiet_libraries()
-    choice = engine_choice(
-        engine,
-        arguments.trust_remote_code,
-        claim is None and not trust_claim,
-        device=device,
-        token_budget=token_budget,
-        vllm_python=vllm_python,
-        tensor_parallel=tensor_parallel,
-        vllm_option=vllm_option,
-        url=url,
-        served_model=served_model,
-        concurrency=concurrency,
-        patience=patience,
-    )
+    choice = engine_choice(engine, arguments.trust_remote_code, claim is None and not trust_claim, ctx.params)
     if (claim or trust_claim) and engine != "remote":
         raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
-    if devices is not None and (device is not None or ray is not None or engine == "remote"):
-        other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
-        raise UsageError(
-            f"--devices starts one worker per device on this machine, so it cannot be combined with {other}; omit one of "
-            "the two"
-        )
     if ray_workers is not None and ray is None:
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
@@ -112,11 +95,17 @@ def score(
             "--engine remote cannot be combined with --ray, because the server computes the values; omit --ray, and set "
             "the number of concurrent requests with --concurrency"
         )
+    found, names = [], options.names(devices)
+    if ray is None and engine != "remote":
+        found = places(names, torch.cuda.device_count, max(1, choice.gpus()), engine == "vllm") if names else []
+    elif len(names) > 1 or names == ["all"]:
+        other = "--ray" if ray is not None else "--engine remote"
+        raise UsageError(f"--devices {devices} starts several workers on this machine, which cannot be combined with {other}")
+    if names:
+        choice = replace(choice, device=found[0].device if found else names[0])
     opened = Store(arguments.store)
     rows = RowSource(arguments.data, arguments.split)
     with ExitStack() as stack:
-        if devices is not None and {name.strip() for name in devices.split(",")} == {"cpu"}:
-            choice = replace(choice, device="cpu")
         if ray is not None:
             choice = stack.enter_context(_cluster(choice, ray))
         if claim is None:
@@ -126,11 +115,11 @@ def score(
         else:
             folder = str(resolve_model(arguments.model, arguments.revision, weights=False))
             reference = claimed_reference(claim, opened)
-            _require_claimed(ctx, reference)
+            _require_claimed(arguments, reference)
         choice.require_dtype(reference.dtype)
         scheduler = stack.enter_context(
             closing(
-                _scheduler(choice, folder, reference, commit_sequences, devices)
+                _scheduler(choice, folder, reference, commit_sequences, found)
                 if ray is None
                 else _scheduler_on_ray(choice, arguments, reference, commit_sequences, ray_workers)
             )
@@ -163,30 +152,22 @@ def _require_weights(model: str, revision: str | None) -> None:
         ) from error
 
 
-def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
+def _require_claimed(arguments: ScoreArguments, reference: Reference) -> None:
     """Raise UsageError if --dtype or --lm-head-dtype was given and contradicts the claimed reference."""
-    for name in ("dtype", "lm_head_dtype"):
-        origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
-        if given != claimed and origin is not None and origin.name == "COMMANDLINE":
-            raise UsageError(
-                f"--{name.replace('_', '-')} {given}: the reference given with --claim has {name} {claimed}; omit "
-                f"--{name.replace('_', '-')}"
-            )
+    for name, given in (("dtype", arguments.dtype), ("lm_head_dtype", arguments.lm_head_dtype)):
+        claimed, option = getattr(reference, name), f"--{name.replace('_', '-')}"
+        if given not in (None, AUTO, claimed):
+            raise UsageError(f"{option} {given}: the reference given with --claim has {name} {claimed}; omit {option}")
 
 
-def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
+def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences: int, found: list[Any]) -> Any:
+    """Create a scheduler for the Places in `found`. A single one needs no process of its own, unless it hides GPUs from it."""
+    from reflogp.scoring.runs.processes import LocalWorkers
     from reflogp.scoring.runs.scheduler import Scheduler
 
-    if devices is None:
-        return Scheduler(lambda: choice.make(folder, reference), commit_sequences=commit_sequences)
-    import torch
-
-    from reflogp.scoring.machine import places
-    from reflogp.scoring.runs.processes import LocalWorkers
-
-    names = [name.strip() for name in devices.split(",")]
-    found = places(names, torch.cuda.device_count, max(1, choice.gpus()), choice.name == "vllm")
-    return Scheduler(workers=LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+    if len(found) > 1 or any(place.visible for place in found):
+        return Scheduler(workers=LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+    return Scheduler(lambda: choice.make(folder, reference), commit_sequences=commit_sequences)
 
 
 @contextmanager

@@ -22,19 +22,7 @@ def serve(
         typer.Option("--model", help="A reference model and its name on the service; repeatable.", metavar="NAME=PATH"),
     ] = None,
     dtype: options.ServedDtype = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--devices",
-            "--device",
-            help="Devices to use, each with its own worker: all (every GPU, or the CPU if there is no GPU), auto (one "
-            "device, which the engine chooses), or a list such as cuda:0,cuda:1; repeatable. Default: all.",
-            metavar="all|NAME,…",
-        ),
-    ] = None,
-    pin: Annotated[
-        str | None, typer.Option(help="Name of the model to load at startup and keep in memory.", metavar="NAME")
-    ] = None,
+    devices: options.ServedDevices = None,
     state: Annotated[
         str | None,
         typer.Option(
@@ -72,9 +60,8 @@ def serve(
         references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
     if dtype and not references:
         raise UsageError("--dtype requires --model; for the references in a settings file, set dtype in that file")
-    flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
-    devices = [name.strip() for entry in device or [] for name in entry.split(",")]
-    settings = read_settings(config, references=references or None, devices=devices or None, **flags)
+    flags = {"store": store, "state": state, "host": host, "port": port}
+    settings = read_settings(config, references=references or None, devices=options.names(devices) or None, **flags)
     if not settings.tokens:
         err.print(
             "no tokens are set, so everyone on this machine may read and score; the service listens only on loopback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,7 @@ def verify(
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to compare, chosen at random. 0: all rows.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the random choice of rows.")] = 0,
     snapshot: options.SnapshotNumber = None,
-    device: engine_options.Device = None,
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:1, …")] = "auto",
     token_budget: engine_options.TokenBudget = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -51,7 +52,8 @@ def verify(
         from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
     quiet_libraries()
-    choice = engine_choice("torch", arguments.trust_remote_code, device=device, token_budget=token_budget)
+    choice = engine_choice("torch", arguments.trust_remote_code, False, {"token_budget": token_budget})
+    choice = replace(choice, device=device)
     source, opened = RowSource(arguments.data, arguments.split), Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)

@@ -222,7 +222,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
     if any(f"No module named '{name}'" in line for line in words for name in ("vllm", "reflogp", "reflogp.scoring")):
         return UsageError(
             f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
-            "'reflogp[vllm]') and name its Python interpreter with --vllm-python or in REFLOGP_VLLM_PYTHON"
+            "'reflogp[vllm]') and name its Python interpreter in REFLOGP_VLLM_PYTHON"
         )
     # If one of vLLM's child processes fails, vLLM's exception says only that the child has exited. The cause is in the log.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
