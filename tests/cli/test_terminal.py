@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import time
 import warnings
 
@@ -142,7 +143,7 @@ def test_progress_without_a_terminal_is_lines(monkeypatch):
         bar.advance(1234, 5678)
         while "1,234" not in sink.getvalue():
             time.sleep(0.01)
-    assert "scoring: 1,234 of 5,000, 5,678 tokens, 0:00:00\n" in sink.getvalue()
+    assert re.search(r"scoring: 1,234 of 5,000, [\d,]+ tokens/s, 0:00:00\n", sink.getvalue())
     written = sink.getvalue()
     time.sleep(0.1)
     assert sink.getvalue() == written, "the lines end with the block"
@@ -155,7 +156,7 @@ def test_progress_on_a_terminal_has_no_lines(monkeypatch, terminal):
     with progress_bar("scoring") as bar:
         bar.advance(1234, 5678)
         time.sleep(0.1)
-    assert "5,678 tokens," not in sink.getvalue()
+    assert "tokens/s, " not in sink.getvalue()
 
 
 def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
@@ -18,15 +18,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.segment import Segment
-from rich.text import Text
 
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import ReflogpError
@@ -103,29 +100,24 @@ def quiet_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        elapsed = task.finished_time if task.finished else task.elapsed
-        tokens = task.fields.get("tokens", 0)
-        return Text(f"{tokens / elapsed:,.0f} tokens/s" if tokens and elapsed else "", style="cyan")
-
-
 class Bar(ProgressCallbacks):
     """A progress bar with tokens per second and the time left, which counts bad rows and keeps the first few."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
-        self._task = progress.add_task(label, total=None, tokens=0)
+        progress.add_task(visible(label), total=None, rate="")
+        [self._task] = progress.tasks
         self._tokens = 0
         self._bad: list[tuple[int, str]] = []
         self._bad_rows = 0
 
     def begin(self, sequences: int) -> None:
-        self._progress.update(self._task, total=sequences)
+        self._progress.update(self._task.id, total=sequences)
 
     def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
-        self._progress.update(self._task, advance=sequences, tokens=self._tokens)
+        rate = self._tokens / self._task.elapsed if self._task.elapsed else 0.0
+        self._progress.update(self._task.id, advance=sequences, rate=_rate(rate))
 
     def bad_row(self, row: int, problem: str) -> None:
         self._bad_rows += 1
@@ -134,14 +126,19 @@ class Bar(ProgressCallbacks):
 
     def hashed(self, done: int, total: int) -> None:
         """Show that `done` of `total` units, such as bytes of weight files, have been processed."""
-        self._progress.update(self._task, completed=done, total=total)
+        self._progress.update(self._task.id, completed=done, total=total)
+
+    def follow(self, label: str, done: int, total: int, tokens_per_second: float) -> None:
+        """Show the progress of work that is done elsewhere."""
+        rate = _rate(tokens_per_second)
+        self._progress.update(self._task.id, description=visible(label), completed=done, total=total or None, rate=rate)
 
     def line(self) -> str:
         """Return the progress as one line of plain text."""
-        [task] = self._progress.tasks
+        task = self._task
         total = "" if task.total is None else f" of {task.total:,.0f}"
-        tokens = f", {self._tokens:,} tokens" if self._tokens else ""
-        return f"{task.description}: {task.completed:,.0f}{total}{tokens}, {timedelta(seconds=round(task.elapsed or 0))}"
+        seconds = timedelta(seconds=round(task.elapsed or 0))
+        return ", ".join(filter(None, (f"{task.description}: {task.completed:,.0f}{total}", task.fields["rate"], str(seconds))))
 
     def print_bad_rows(self) -> None:
         if not self._bad:
@@ -154,30 +151,13 @@ class Bar(ProgressCallbacks):
             err.print(f"  … and {self._bad_rows - len(self._bad)} more")
 
 
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+
+
 def print_notes(notes: list[str]) -> None:
     for note in notes:
         err.print(f"note: {note}", style="yellow")
-
-
-@contextmanager
-def lines_of(line: Callable[[], str]) -> Iterator[None]:
-    """Print the result of `line` on stderr every 30 seconds while the block runs, unless stderr is a terminal."""
-    if err.is_terminal:
-        yield
-        return
-    ended = Event()
-
-    def print_lines() -> None:
-        while not ended.wait(_LINE_SECONDS):
-            err.print(line())
-
-    thread = Thread(target=print_lines, name="reflogp-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @contextmanager
@@ -188,15 +168,24 @@ def progress_bar(label: str) -> Iterator[Bar]:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        _Rate(),
+        TextColumn("{task.fields[rate]}", style="cyan"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
     progress = Progress(*columns, console=err, disable=not err.is_terminal)
-    bar = Bar(progress, visible(label))
+    bar, ended = Bar(progress, label), Event()
+
+    def print_lines() -> None:
+        while not (ended.wait(_LINE_SECONDS) or err.is_terminal):
+            err.print(bar.line())
+
+    thread = Thread(target=print_lines, name="reflogp-progress", daemon=True)
+    thread.start()
     try:
-        with progress, lines_of(bar.line):
+        with progress:
             yield bar
     finally:
+        ended.set()
+        thread.join()
         bar.print_bad_rows()

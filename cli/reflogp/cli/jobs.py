@@ -6,16 +6,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, lines_of, print_result
-from reflogp.client import Client, Job, JobProgress, ServiceError
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, print_result, progress_bar
+from reflogp.client import Client, Job, ServiceError
 from reflogp.client.models import JobState
 from reflogp.store.texts import counted, hide_secrets, visible
 
@@ -165,39 +164,17 @@ def watched(client: Client, job: str) -> Job:
 
     Raises WatchInterruptedError on Ctrl-C. The job then continues on the service.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rest]}", markup=False),
-    )
     state = ""
-    now = JobProgress()
-
-    def rest() -> str:
-        left = "" if now.seconds_left is None else f", {timedelta(seconds=round(now.seconds_left))} left"
-        return f"{now.tokens_per_second:,.0f} tokens/s{left}"
-
     try:
-        with (
-            Progress(*columns, console=err, disable=not err.is_terminal) as progress,
-            lines_of(lambda: f"job {job}: {now.done:,} of {now.sequences:,} sequences, {rest()}"),
-        ):
-            bar = progress.add_task("connecting", total=None, rest="")
+        with progress_bar("connecting") as bar:
             for found in client.events(job):
-                now = found.progress
                 if found.state != state:
                     again = f" again ({found.note})" if found.state == "queued" and found.attempts and found.note else ""
                     state = found.state
                     err.print(f"job {found.id}: {state}{again}")
-                progress.update(
-                    bar,
-                    description=visible(state),
-                    total=now.sequences or None,
-                    completed=now.done,
-                    rest=rest() if state == "running" else "",
-                )
+                now = found.progress
+                rate = now.tokens_per_second if state == "running" else 0.0
+                bar.follow(f"job {job}: {state}", now.done, now.sequences, rate)
     except KeyboardInterrupt:
         raise WatchInterruptedError(
             f"job {job} continues on the service; watch it again: {command('show', client.url, job)} --watch; "
