@@ -94,11 +94,11 @@ class Client:
         >>> job.state, job.summary["rows"]
         ('done', 32)
         >>> reference
-        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
+        ReferenceInfo(name='sft', reference_id='...', model='sft-model', dtype='bfloat16', ...)
         >>> found.lengths, found.sums
         (array([-1], dtype=int32), array([nan]))
         >>> uploaded
-        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
+        UploadInfo(name='pairs.jsonl', bytes=..., sha256='...', uploaded_at=...)
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
@@ -343,13 +343,17 @@ class Client:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
         If several changes follow each other within a second, only the last state is yielded, perhaps some seconds later. The
-        job's end is yielded within a second. The client keeps waiting if the connection is lost or the service restarts. Raises
-        the same errors as `watch`, except JobFailedError.
+        job's end is yielded within a second. The client keeps waiting if the connection is lost or the service restarts.
 
         Args:
-            job: id of the job.
             timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
                 has not responded for 10 minutes.
+
+        Raises:
+            RequestRefusedError: there is no such job (status 404).
+            DeadlineExceededError: the job was not finished within the timeout. The job continues on the service.
+            ServiceUnreachableError: the service responded to none of the first 5 attempts, did not respond for 10 minutes, or
+                was not responding when the timeout expired.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         last: Job | None = None
@@ -393,23 +397,11 @@ class Client:
         timeout: float | None = None,
         check: bool = False,
     ) -> Job:
-        """Wait until a job is done, failed or cancelled, and return it.
-
-        The client keeps waiting if the connection is lost or the service restarts.
+        """Wait until a job is done, failed or cancelled, and return it. The timeout and the errors are those of `events`.
 
         Args:
-            job: id of the job.
             on_change: a function that is called with the job at the start and after every change.
-            timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
-                has not responded for 10 minutes.
             check: whether to raise JobFailedError if the job fails or is cancelled.
-
-        Raises:
-            RequestRefusedError: there is no such job (status 404).
-            DeadlineExceededError: the job was not finished within the timeout. The job continues on the service.
-            ServiceUnreachableError: the service responded to none of the first 5 attempts, did not respond for 10 minutes, or
-                was not responding when the timeout expired.
-            JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):
             if on_change is not None:
@@ -438,19 +430,16 @@ class Client:
         return answer
 
     def _try(self, call: protocol.Call) -> protocol.Outcome:
+        body = call.content.chunks() if isinstance(call.content, files.LocalFile) else call.content
         try:
-            return self._send_once(call)
+            with self._http.stream(**protocol.arguments(call), content=body) as answer:
+                if call.into is None or not answer.is_success:
+                    answer.read()
+                else:
+                    call.into.seek(0)
+                    call.into.truncate()  # removes what an earlier attempt wrote
+                    for chunk in answer.iter_bytes():
+                        call.into.write(chunk)
+            return answer
         except httpx.TransportError as error:
             return error
-
-    def _send_once(self, call: protocol.Call) -> httpx.Response:
-        body = call.content.chunks() if isinstance(call.content, files.LocalFile) else call.content
-        with self._http.stream(**protocol.arguments(call), content=body) as answer:
-            if call.into is None or not answer.is_success:
-                answer.read()
-            else:
-                call.into.seek(0)
-                call.into.truncate()  # removes what an earlier attempt wrote
-                for chunk in answer.iter_bytes():
-                    call.into.write(chunk)
-        return answer

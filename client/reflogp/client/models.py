@@ -73,10 +73,6 @@ class UploadInfo:
     sha256: str
     uploaded_at: datetime
 
-    def __repr__(self) -> str:
-        when = self.uploaded_at.isoformat(" ", "seconds")
-        return short_repr("UploadInfo", f"{self.name}: {self.bytes:,} bytes, sha256 {self.sha256[:16]}…, uploaded at {when}")
-
 
 @dataclass(frozen=True)
 class JobProgress:
@@ -106,9 +102,6 @@ class JobProgress:
     tokens_per_second: float = 0.0
     seconds: float = 0.0
     seconds_left: float | None = None
-
-    def __repr__(self) -> str:
-        return short_repr("JobProgress", self.line())
 
     def line(self) -> str:
         """Return the progress as one human-readable line."""
@@ -231,11 +224,6 @@ class ReferenceInfo:
     lm_head_dtype: str
     snapshot: int | None
     sequences: int
-
-    def __repr__(self) -> str:
-        name = self.name if self.name is not None else "only in the store"
-        stored = f"{counted(self.sequences, 'sequence')} in snapshot {self.snapshot}" if self.sequences else "nothing stored"
-        return short_repr("ReferenceInfo", f"{name}: {self.model} in {self.dtype}, {stored}, reference {self.reference_id}")
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,6 @@ def _arrays(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]:
 
 def joined_lookup(parts: list[Lookup]) -> Lookup:
     first = parts[0]
-    if len(parts) == 1:
-        return first
     values = None if first.token_logps is None else [entry for part in parts for entry in part.token_logps or []]
     lengths, sums = np.concatenate([part.lengths for part in parts]), np.concatenate([part.sums for part in parts])
     return Lookup(lengths, sums, values, first.reference_id, first.snapshot)
