@@ -15,7 +15,7 @@ from reflogp.store import LogprobTable, Reference, ReflogpError, Store, UsageErr
 from reflogp.store.exchange import Imported
 from reflogp.store.hub import pull, push_table
 from reflogp.store.maintenance import RETENTION_HOURS
-from reflogp.store.texts import counted
+from reflogp.store.texts import byte_count, counted
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compact and share a store of log-probs, and drop rows from it.")
 
@@ -102,7 +102,7 @@ def ls(uri: options.StoreArgument, as_json: options.AsJson = False) -> None:
     def describe(table: LogprobTable) -> tuple[str, list[dict[str, Any]]]:
         shards, rows, size = table.totals()
         name, dtype, snapshot = table.reference.name, table.reference.dtype, table.snapshot_number()
-        held = f"{counted(rows, 'sequence')}, {counted(shards, 'shard')}, {size / 1e6:,.1f} MB"
+        held = f"{counted(rows, 'sequence')}, {counted(shards, 'shard')}, {byte_count(size)}"
         entry = {"name": name, "dtype": dtype, "snapshot": snapshot, "shards": shards, "sequences": rows, "bytes": size}
         return f"{name} in {dtype}, snapshot {snapshot}, {held}", [entry]
 
