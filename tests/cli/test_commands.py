@@ -49,19 +49,8 @@ def test_score_twice_then_join(score, reflogp, reference_folder, pairs_file, tmp
     code, out, _ = score(pairs_file, "--json")
     first = last_object(out)
     assert code == DONE
-    assert {
-        "sequences",
-        "hits",
-        "scored",
-        "tokens",
-        "seconds",
-        "tokens_per_second",
-        "sharing_gain",
-        "reference_id",
-        "snapshot",
-    } <= set(first)
-    assert first["sharing_gain"] > 1
-    assert first["tokens_per_second"] > 0
+    assert (first["sequences"], first["hits"]) == (80, 0) and first["scored"] > 0 and first["seconds"] > 0
+    assert first["sharing_gain"] > 1 and first["tokens"] > 0 and first["tokens_per_second"] > 0
     code, out, _ = score(pairs_file, "--json")
     assert (code, last_object(out)["scored"], last_object(out)["hits"]) == (DONE, 0, 80)
 
@@ -86,18 +75,8 @@ def test_join_names_what_is_missing_and_the_command_that_scores_it(
 ):
     score(pairs_file)
     more = write_rows(tmp_path / "more.jsonl", pair_rows[:41] + pair_rows[200:203])
-    join = (
-        "join",
-        reference_folder,
-        more,
-        "--store",
-        tmp_path / "store",
-        "-o",
-        tmp_path / "j.parquet",
-        "--dtype",
-        "float32",
-        "--json",
-    )
+    store = ("--store", tmp_path / "store", "--dtype", "float32")
+    join = ("join", reference_folder, more, *store, "-o", tmp_path / "j.parquet", "--json")
     code, out, err = reflogp(*join)
     summary = last_object(out)
     assert code == MISSES
@@ -209,19 +188,16 @@ def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
         yield from commands(child, *path, name)
 
 
-def test_the_help_of_every_command_teaches_by_an_example():
+def test_the_help_of_every_command_teaches_by_an_example(reflogp):
     found = dict(commands(typer.main.get_command(app)))
     assert len(found) > 20
+    for command in ([], ["jobs"], ["store"], ["score"]):
+        code, out, _ = reflogp(*command, "--help")
+        assert code == DONE and "Usage" in out
+    assert reflogp("--version")[1].startswith("reflogp 0")
     assert [words for words, command in found.items() if f"Example: reflogp {words} " not in command.help] == []
     broken = [words for words, command in found.items() if re.search(r"[^\n]\n[^\n]", command.help)]
     assert broken == []  # paragraphs fill the terminal's width
-
-
-@pytest.mark.parametrize("command", [[], ["jobs"], ["store"], ["score"]])
-def test_help_is_printed(reflogp, command):
-    code, out, _ = reflogp(*command, "--help")
-    assert code == DONE
-    assert "Usage" in out and "reflogp" in out
 
 
 # Bad input: one clear sentence, the exit code of DESIGN.md, nothing committed is harmed.
@@ -236,66 +212,53 @@ def intact(score, pairs_file, reflogp, tmp_path):
     assert last_object(score(pairs_file, "--json")[1])["hits"] == 80
 
 
-@pytest.fixture
-def broken_model(reference_folder, tmp_path):
-    return Path(shutil.copytree(reference_folder, tmp_path / "broken"))
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
 
 
-def test_a_missing_weight_file(score, pairs_file, broken_model, intact):
-    (broken_model / "model.safetensors").unlink()
-    code, _, err = score(pairs_file, model=broken_model)
-    assert code == FAILED
-    assert "no weights" in one_sentence(err)
-
-
-def test_a_truncated_weight_file(score, pairs_file, broken_model, intact):
-    weights = broken_model / "model.safetensors"
+def with_cut_weights(folder):
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    code, _, err = score(pairs_file, model=broken_model)
-    assert code == FAILED
-    assert "truncated" in one_sentence(err)
 
 
-def test_a_checkpoint_of_pickles(score, pairs_file, broken_model, intact):
-    (broken_model / "model.safetensors").rename(broken_model / "pytorch_model.bin")
-    code, _, err = score(pairs_file, model=broken_model)
-    assert code == FAILED
-    assert "safetensors" in one_sentence(err)
+def with_pickled_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def test_a_tokenizer_without_pad_or_eos(score, broken_model, pair_rows, tmp_path, intact):
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = broken_model / name
-        if file.is_file():
-            config = json.loads(file.read_text())
-            file.write_text(json.dumps({k: v for k, v in config.items() if k not in ("pad_token", "eos_token")}))
+def without_special_tokens(folder):
+    for file in filter(Path.is_file, (folder / "tokenizer_config.json", folder / "special_tokens_map.json")):
+        kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("pad_token", "eos_token")}
+        file.write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (without_weights, "no weights"),
+        (with_cut_weights, "truncated"),
+        (with_pickled_weights, "safetensors"),
+        (without_special_tokens, "EOS"),
+    ],
+)
+def test_a_broken_model(score, reference_folder, tmp_path, intact, damage, says):
+    model = Path(shutil.copytree(reference_folder, tmp_path / "broken"))
+    damage(model)
     plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    code, _, err = score(plain, model=broken_model)
-    assert code == FAILED
-    assert "EOS" in one_sentence(err)
+    code, _, err = score(plain, model=model)
+    assert code == FAILED and says in one_sentence(err)
 
 
-def test_a_dataset_with_wrong_columns(score, tmp_path, intact):
+def test_rows_that_cannot_be_used(score, tmp_path, pair_rows, intact):
     code, _, err = score(write_rows(tmp_path / "w.jsonl", [{"question": "a", "answer": "b"}]))
-    assert code == USAGE
-    assert "answer, question" in one_sentence(err)
-
-
-def test_a_row_with_null(score, tmp_path, pair_rows, intact):
-    rows = [pair_rows[50], {**pair_rows[51], "chosen": None}, pair_rows[52]]
-    code, out, err = score(write_rows(tmp_path / "n.jsonl", rows), "--json")
-    assert code == MISSES
-    assert "row 1: chosen is null" in err
-    assert last_object(out)["sequences"] == 4
-    assert last_object(out)["bad_row_numbers"] == [1]
-
-
-def test_a_line_that_is_not_json(score, tmp_path, pairs_file, intact):
-    broken = tmp_path / "b.jsonl"
-    broken.write_text(pairs_file.read_text() + '{"prompt": \n')
-    code, _, err = score(broken)
-    assert code == MISSES
-    assert "row 40: not JSON" in err
+    assert code == USAGE and "answer, question" in one_sentence(err)
+    (tmp_path / "x.jsonl").write_bytes(b"PAR1\x90\n\xff\n")
+    code, _, err = score(tmp_path / "x.jsonl")
+    assert code == USAGE and "no readable row" in one_sentence(err)
+    some = write_rows(tmp_path / "n.jsonl", [pair_rows[50], {**pair_rows[51], "chosen": None}, pair_rows[52]])
+    some.write_text(some.read_text() + '{"prompt": \n')
+    code, out, err = score(some, "--json")
+    assert code == MISSES and "row 1: chosen is null" in err and "row 3: not JSON" in err
+    assert (last_object(out)["sequences"], last_object(out)["bad_row_numbers"]) == (4, [1, 3])
 
 
 def test_a_store_that_cannot_be_written(reflogp, reference_folder, pairs_file, tmp_path):
@@ -396,36 +359,6 @@ def test_a_service_computes_in_the_dtype_that_score_would(reflogp, reference_fol
     [scored] = Store(tmp_path / "store").references()
     assert with_dtypes(settings).references["sft"].dtype == scored.dtype
     assert before == "float32" and scored.dtype == (dtype or before)
-
-
-def test_a_file_without_one_readable_row(score, tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b"PAR1\x90\n\xff\n")
-    code, _, err = score(tmp_path / "x.jsonl")
-    assert code == USAGE
-    assert "no readable row" in one_sentence(err)
-
-
-def test_version(reflogp):
-    assert reflogp("--version")[1].startswith("reflogp 0")
-
-
-def test_a_snapshot_that_is_not_there(score, reflogp, reference_folder, pairs_file, tmp_path):
-    score(pairs_file)
-    join = (
-        "join",
-        reference_folder,
-        pairs_file,
-        "--store",
-        tmp_path / "store",
-        "-o",
-        tmp_path / "j.parquet",
-        "--dtype",
-        "float32",
-    )
-    code, _, err = reflogp(*join, "--snapshot", 12)
-    assert code == FAILED
-    assert "no snapshot 12" in one_sentence(err)
-    assert not (tmp_path / "j.parquet").exists()
 
 
 def test_an_error_is_json_too(reflogp, reference_folder, pairs_file, tmp_path, monkeypatch):

@@ -149,16 +149,6 @@ def test_progress_without_a_terminal_is_lines(monkeypatch):
     assert sink.getvalue() == written, "the lines end with the block"
 
 
-def test_progress_on_a_terminal_has_no_lines(monkeypatch, terminal):
-    err, sink = terminal
-    monkeypatch.setattr(console, "err", err)
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.01)
-    with progress_bar("scoring") as bar:
-        bar.advance(1234, 5678)
-        time.sleep(0.1)
-    assert "tokens/s, " not in sink.getvalue()
-
-
 def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
     def noisy(*_):
         warnings.warn(ALL, stacklevel=1)

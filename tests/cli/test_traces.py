@@ -133,7 +133,7 @@ def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, take
 def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp_path):
     """And without an endpoint nothing of opentelemetry is imported."""
     script = tmp_path / "command.py"
-    script.write_text(COMMAND)
+    script.write_text(f"import atexit, sys\natexit.register(lambda: print('opentelemetry.sdk' in sys.modules))\n{COMMAND}")
     python = (*OFF, "opentelemetry", "--", script)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 6))
     process = score(file, python=python, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:4318")
@@ -144,16 +144,7 @@ def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp
     process = score(file, python=python)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "40 scored" in out and "otel" not in err, err
-
-
-def test_nothing_is_imported_without_an_endpoint(score, tmp_path):
-    script = tmp_path / "command.py"
-    script.write_text(f"import atexit, sys\natexit.register(lambda: print('opentelemetry.sdk' in sys.modules))\n{COMMAND}")
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 8))
-    for environment, imported in (({}, "False"), ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}, "True")):
-        process = score(file, python=(sys.executable, script), **environment)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0 and out.strip().splitlines()[-1] == imported, err
+    assert out.splitlines()[-1] == "False"
 
 
 def test_a_forked_process_has_one_thread_and_can_trace_runs_of_its_own(taken, monkeypatch):
