@@ -128,6 +128,16 @@ def test_rows_of_padded_batches_have_values_at_their_padding(client, model):
     assert np.stack(scores.token_logps) == pytest.approx(expected.numpy(), abs=2e-4)
 
 
+def test_masked_rows_are_neither_looked_up_nor_kept(client):
+    prompts, completions = sequences(2, seed=7)
+    keys = sequence_keys(prompts, completions)
+    client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2, cache_write=True)
+    client.score("ref", prompts[:1], completions[:1], cache_write=True)
+    wait_until(lambda: kept(client, keys) == 1)
+    assert client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2).hits == 0
+    assert kept(client, keys) == 1
+
+
 @pytest.mark.parametrize(
     ("mask", "said"),
     [([1] * 20, "20 entries for 21 tokens"), ([2] * 21, "entries other than 0 and 1"), ([0] * 21, "hides every token")],

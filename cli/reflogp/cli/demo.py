@@ -20,9 +20,6 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the report.")
     ] = Path("reflogp-demo"),
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of your own model. Default: a small model that the demo builds.")
-    ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
 ) -> None:
@@ -39,11 +36,10 @@ def demo(
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     data = str(shipped_data())
-    if model is None:
-        model = str(folder / "model")
-        if not (folder / "model" / "model.safetensors").is_file():
-            out.print("building a tokenizer and a small Llama model, trained briefly on the chosen answers")
-            _build(folder / "model", data)
+    model = str(folder / "model")
+    if not (folder / "model" / "model.safetensors").is_file():
+        out.print("building a tokenizer and a small Llama model, trained briefly on the chosen answers")
+        _build(folder / "model", data)
     out.print(f"1. A reference model: {model}")
     for title in ("2. Score", "3. Score again"):
         summary = score(model, data, folder / "store", dtype="float32")

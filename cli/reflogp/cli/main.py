@@ -109,6 +109,8 @@ def _run() -> tuple[int, str | None]:
             err.print("pass a valid token with --token, or set REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     except Exception as error:
         # Click's errors have this method. Their class is not checked, because typer may have its own copy of click.
         if not hasattr(error, "format_message"):
@@ -116,8 +118,6 @@ def _run() -> tuple[int, str | None]:
         error.message = visible(error.message)  # type: ignore[attr-defined]
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]
         return EXIT_USAGE, error.format_message()
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:  # typer returns this code after Ctrl-C
         err.print(f"reflogp: {_INTERRUPTED}", style="yellow")
         return EXIT_INTERRUPTED, _INTERRUPTED
@@ -130,16 +130,13 @@ def main() -> None:
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
         logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may also contain untrusted data
+    problem = None
     try:
         code, problem = _run()
     except Exception as error:
-        _print_error_object(f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
         raise
-    if problem is not None:
-        _print_error_object(problem)
+    finally:
+        if problem is not None and "--json" in sys.argv:
+            print_json({"error": visible(problem)})
     sys.exit(code)
-
-
-def _print_error_object(message: str) -> None:
-    if "--json" in sys.argv:
-        print_json({"error": visible(message)})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +20,9 @@ from reflogp.scoring.machine import places
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO
+
+if TYPE_CHECKING:
+    from reflogp.scoring.runs.scheduler import Workers
 
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
@@ -83,6 +86,8 @@ def score(
         import torch
 
         from reflogp.scoring.data.read import RowSource
+        from reflogp.scoring.runs.processes import LocalWorkers
+        from reflogp.scoring.runs.scheduler import Scheduler
         from reflogp.scoring.runs.score import score_dataset
     quiet_libraries()
     choice = engine_choice(engine, arguments.trust_remote_code, claim is None and not trust_claim, ctx.params)
@@ -107,7 +112,11 @@ def score(
     rows = RowSource(arguments.data, arguments.split)
     with ExitStack() as stack:
         if ray is not None:
-            choice = stack.enter_context(_cluster(choice, ray))
+            with needs("ray"):
+                from reflogp.scoring.on_ray.cluster import connected, on_workers
+                from reflogp.scoring.on_ray.workers import ClusterWorkers
+            stack.enter_context(connected(ray or None))
+            choice = on_workers(choice)
         if claim is None:
             if engine == "remote":
                 _require_weights(arguments.model, arguments.revision)
@@ -117,13 +126,13 @@ def score(
             reference = claimed_reference(claim, opened)
             _require_claimed(arguments, reference)
         choice.require_dtype(reference.dtype)
-        scheduler = stack.enter_context(
-            closing(
-                _scheduler(choice, folder, reference, commit_sequences, found)
-                if ray is None
-                else _scheduler_on_ray(choice, arguments, reference, commit_sequences, ray_workers)
-            )
-        )
+        workers: Workers | None = None
+        if ray is not None:
+            workers = ClusterWorkers(arguments.model, arguments.revision, reference, choice, ray_workers)
+        elif len(found) > 1 or any(place.visible for place in found):  # a single device that sees all GPUs needs no process
+            workers = LocalWorkers(folder, reference, choice, found)
+        make = None if workers else partial(choice.make, folder, reference)
+        scheduler = stack.enter_context(closing(Scheduler(make, workers, commit_sequences=commit_sequences)))
         bar = stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             tokenized(rows, folder, arguments),
@@ -158,33 +167,3 @@ def _require_claimed(arguments: ScoreArguments, reference: Reference) -> None:
         claimed, option = getattr(reference, name), f"--{name.replace('_', '-')}"
         if given not in (None, AUTO, claimed):
             raise UsageError(f"{option} {given}: the reference given with --claim has {name} {claimed}; omit {option}")
-
-
-def _scheduler(choice: Any, folder: str, reference: Reference, commit_sequences: int, found: list[Any]) -> Any:
-    """Create a scheduler for the Places in `found`. A single one needs no process of its own, unless it hides GPUs from it."""
-    from reflogp.scoring.runs.processes import LocalWorkers
-    from reflogp.scoring.runs.scheduler import Scheduler
-
-    if len(found) > 1 or any(place.visible for place in found):
-        return Scheduler(workers=LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
-    return Scheduler(lambda: choice.make(folder, reference), commit_sequences=commit_sequences)
-
-
-@contextmanager
-def _cluster(choice: Any, address: str) -> Iterator[Any]:
-    """Connect to a Ray cluster, and yield the EngineChoice for its workers."""
-    with needs("ray"):
-        from reflogp.scoring.on_ray.cluster import connected, on_workers
-    with connected(address or None):
-        yield on_workers(choice)
-
-
-def _scheduler_on_ray(
-    choice: Any, arguments: ScoreArguments, reference: Reference, commit_sequences: int, workers: int | None
-) -> Any:
-    """Create a scheduler whose workers run on the cluster that this process is connected to."""
-    from reflogp.scoring.on_ray.workers import ClusterWorkers
-    from reflogp.scoring.runs.scheduler import Scheduler
-
-    found = ClusterWorkers(arguments.model, arguments.revision, reference, choice, workers)
-    return Scheduler(workers=found, commit_sequences=commit_sequences)
