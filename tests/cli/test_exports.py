@@ -306,9 +306,9 @@ DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
 @pytest.mark.parametrize(
     "change, form, says",
     [
-        (nan_in_row_3, DPO, "NaN or infinite (row 3)"),
-        (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "without tokens (row 2)"),
-        (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write the file again"),
+        (nan_in_row_3, DPO, "not finite: row 3"),
+        (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "at least one token): row 2"),
+        (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "cannot be read as output of `reflogp join`"),
         (noted(ld_alpha=0.5), DPO, "was joined with ld_alpha 0.5"),
         (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps the start of each sequence"),
         (lambda table, note: table.take(list(range(ROWS))[::-1]), DPO, "not in dataset order"),
@@ -327,11 +327,9 @@ def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, tmp_path,
 
 
 def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, place, joined, tmp_path):
-    code, _, err = reflogp("export", tmp_path / "nowhere.parquet", *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
-    assert (code, "there is no file" in err) == (USAGE, True)
     pq.write_table(pa.table({"ref_chosen_logps": [1.0]}), tmp_path / "other.parquet")
     (tmp_path / "cut.parquet").write_bytes(joined.read_bytes()[:-9])
-    for file in (place / "tokens.jsonl", tmp_path / "other.parquet", tmp_path / "cut.parquet"):
+    for file in (place / "tokens.jsonl", *(tmp_path / f"{name}.parquet" for name in ("other", "cut", "nowhere"))):
         code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
         assert code == USAGE
         assert "cannot be read as output of `reflogp join` or `reflogp jobs result`" in err

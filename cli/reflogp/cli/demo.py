@@ -87,6 +87,7 @@ def _build(folder: Path, data: str) -> None:
 
 
 def _train(trainer_class: Any, reference: Any, model: str, folder: Path, data: str, rows: int, steps: int) -> Any:
+    import torch
     from datasets import disable_progress_bars, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import DPOConfig
@@ -103,6 +104,7 @@ def _train(trainer_class: Any, reference: Any, model: str, folder: Path, data: s
         report_to=[],
         bf16=False,
         disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
         max_length=_MAX_LENGTH,
     )
     trainer = trainer_class(

@@ -98,25 +98,20 @@ def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:
 
     Raises UsageError if the file is not one of these, or if open-instruct's values would differ from the file's.
     """
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}")
     try:
         opened = pq.ParquetFile(file)
         names, metadata = opened.schema_arrow.names, opened.metadata.metadata
         found = json.loads(metadata[b"reflogp"])
         settings = {name: found[name] for name in _SETTINGS}
         expected = json.loads(metadata[b"reflogp.coverage"])["rows"]
+        if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
+            raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
+        row_column = ROW_COLUMN if ROW_COLUMN in names else "row"  # its name in a job's result, which also has errors
+        needed = [row_column, *_LOGPS, *_TOKENS, *(["error"] if row_column == "row" else [])]
+        table = opened.read(needed).select(needed)
+        table = table.rename_columns([ROW_COLUMN, *table.column_names[1:]])
     except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{file} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
-    if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
-        raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
-    row_column = ROW_COLUMN if ROW_COLUMN in names else "row"  # its name in a job's result
-    needed = [row_column, *_LOGPS, *_TOKENS]
-    if lacking := [name for name in needed if name not in names]:
-        raise UsageError(f"{file} lacks {', '.join(lacking)}; write the file again with this version of reflogp")
-    is_result = row_column == "row"
-    table = opened.read([*needed, "error"] if is_result else needed)
-    table = table.rename_columns([ROW_COLUMN, *table.column_names[1:]])
     if settings["ld_alpha"] is not None:
         raise UsageError(
             f"{file} was joined with ld_alpha {settings['ld_alpha']}, but exports need sums in which every token has the "
@@ -146,16 +141,16 @@ def _rows_without_values(table: pa.Table, expected: int) -> dict[int, str]:
 
 
 def _values(file: Path, table: pa.Table, name: str, means: bool) -> npt.NDArray[np.float32]:
-    values, tokens = table[name].to_numpy().astype(np.float64), table[tokens_column(name)].to_numpy()
-    empty, bad = (dict.fromkeys(np.flatnonzero(rows).tolist(), "") for rows in (tokens == 0, ~np.isfinite(values)))
-    if means and empty:
+    values = table[name].to_numpy().astype(np.float64)
+    if means:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = values / table[tokens_column(name)].to_numpy()
+    if bad := dict.fromkeys(np.flatnonzero(~np.isfinite(values)).tolist(), ""):
+        needs = " (a mean needs a completion with at least one token)" if means else ""
         raise UsageError(
-            f"{file} has completions without tokens ({_named(empty)}), but --loss-type dpo_norm needs means over "
-            "tokens; remove these rows from the dataset, and join the dataset again"
+            f"{file} has values that are not finite{needs}: {_named(bad)}; remove these rows, and join the dataset again"
         )
-    if bad:
-        raise UsageError(f"{file} has values that are NaN or infinite ({_named(bad)}); join the dataset again")
-    exported: npt.NDArray[np.float32] = (values / tokens if means else values).astype(np.float32)
+    exported: npt.NDArray[np.float32] = values.astype(np.float32)
     return exported
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ JobId = Annotated[
     str, typer.Argument(help="Id of the job, as printed by `reflogp submit` and `reflogp jobs ls`.", metavar="ID")
 ]
 
-#: What a service advises as a route, and the command that does the same. Other routes are shown as curl commands.
+#: Routes that a service advises, and the commands that do the same.
 _COMMANDS = {
     "POST /v1/jobs/ID/retry": "reflogp jobs retry {url} {job}",
     "GET /v1/jobs/ID/result": "reflogp jobs result {url} {job} -o FILE.parquet",
@@ -37,23 +36,19 @@ _COMMANDS = {
     "GET /v1/references": "reflogp doctor --url {url}",
     "PUT /v1/uploads/NAME": "reflogp submit {url} FILE",
 }
-_ROUTE = re.compile(r"(GET|POST|PUT|DELETE) (/v1/[\w/]+)")
 
 
 @contextmanager
 def connected(url: str, token: str | None, job: str = "ID") -> Iterator[Client]:
-    """Yield a client. Errors of the service advise commands, which can be copied, where the service advises routes."""
-
-    def command_of(route: re.Match[str]) -> str:
-        known = _COMMANDS.get(route[0])
-        shown = hide_secrets(url.rstrip("/"))
-        return f"`{known.format(url=shown, job=job)}`" if known else f"`curl -X {route[1]} {shown}{route[2]}`"
-
+    """Yield a client. Its errors advise commands, which can be copied, where the service advises routes."""
     with Client(url, token) as client:
         try:
             yield client
         except ServiceError as error:
-            error.args = (_ROUTE.sub(command_of, str(error)),)
+            text, shown = str(error), hide_secrets(url.rstrip("/"))
+            for route, line in _COMMANDS.items():
+                text = text.replace(route, f"`{line.format(url=shown, job=job)}`")
+            error.args = (text,)
             raise
 
 
