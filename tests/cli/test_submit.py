@@ -131,12 +131,6 @@ def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, 
     assert says.format(url=url) in " ".join(err.split())
 
 
-def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
-    monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
-    code, _, err = reflogp("submit", "http://127.0.0.1:9", pairs_file, "--reference", "sft")
-    assert (code, "the request to http://127.0.0.1:9 failed" in err) == (FAILED, True)
-
-
 def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
     data = write_rows(tmp_path / "listed.jsonl", pair_rows[48:50])
     title = "[red]not red[/red]\x1b[2J"
