@@ -471,6 +471,17 @@ def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, l
     client.close()
 
 
+@pytest.mark.slow
+def test_a_token_is_needed_where_there_are_tokens_and_names_who_submits(reference_folder, pairs_file, tmp_path, warm_python):
+    tokens = {"trainer": ("token-of-a-trainer", ["score"])}
+    settings = settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}, tokens)
+    with serving("--config", settings, warm=warm_python) as url:
+        with Client(url, token="guess") as client, pytest.raises(NotAllowedError):
+            client.submit(pairs_file, "sft")
+        with Client(url, token="token-of-a-trainer") as client:
+            assert client.watch(client.submit(pairs_file, "sft").id, check=True).submitted_by == "trainer"
+
+
 def test_a_token_is_stripped_and_by_default_the_environments(monkeypatch):
     monkeypatch.setenv("REFLOGP_TOKEN", "from-there")
     for token, sent in ((None, "from-there"), ("secret\n", "secret"), ("  secret ", "secret")):
