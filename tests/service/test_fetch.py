@@ -10,8 +10,8 @@ import pytest
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
 from reflogp.service import fetch as fetching
+from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
-from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
@@ -33,7 +33,7 @@ PREFIXES = (
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / "fetched"
+    made = tmp_path / "uploads"
     made.mkdir()
     return made
 
@@ -44,7 +44,7 @@ def allowing(*prefixes: str, **settings) -> ServerSettings:
 
 def get(uri: str, folder, settings, cancelled=lambda: False):
     with closing(Ledger(folder.parent / f"{folder.name}.sqlite")) as ledger:
-        return fetch(uri, FetchedFolder(folder, ledger, DatasetQuota(settings.max_uploads_bytes)), settings, cancelled)
+        return fetch(uri, Incoming(DatasetFiles(folder, ledger, settings)), settings, cancelled)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +205,6 @@ def test_a_cancelled_object_leaves_nothing(bucket, folder):
     with pytest.raises(FetchCancelledError):
         get("s3://team/prefs/a.jsonl", folder, allowing("s3://team/"), lambda: True)
     assert list(folder.iterdir()) == [] and os.environ["AWS_REGION"]
-
-
-def test_a_folder_that_went_away_is_said(bucket, tmp_path):
-    settings = allowing("s3://team/")
-    with closing(Ledger(tmp_path / "jobs.sqlite")) as ledger:
-        fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetQuota(settings.max_uploads_bytes))
-        fetched.folder.rmdir()
-        with pytest.raises(DatasetError, match="cannot write the dataset"):
-            fetch("s3://team/prefs/a.jsonl", fetched, settings, lambda: False)
 
 
 # The Hugging Face Hub

@@ -20,8 +20,8 @@ import pytest
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServiceUri
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
+from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
-from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
@@ -88,18 +88,22 @@ TEAM = allowing("hf://datasets/team/")
 
 
 @pytest.fixture
-def folder(tmp_path) -> Iterator[FetchedFolder]:
-    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        yield FetchedFolder(tmp_path / "fetched", ledger, DatasetQuota(TEAM.max_uploads_bytes))
+def folder(tmp_path) -> Path:
+    return tmp_path / "uploads"
 
 
-def fetched(uri: str, folder: FetchedFolder, settings: ServerSettings = TEAM, **more) -> tuple[Path, str]:
+def fetched(uri: str, folder: Path, settings: ServerSettings = TEAM, **more) -> tuple[Path, str]:
     check_uri(uri, settings, more.get("config"))
-    return fetch(uri, folder, settings, lambda: False, **more)
+    with closing(Ledger(folder.with_name("ledger.sqlite"))) as ledger:
+        datasets = DatasetFiles(folder, ledger, settings)
+        try:
+            return fetch(uri, Incoming(datasets), settings, more.pop("cancelled", lambda: False), **more)
+        finally:
+            assert datasets.used == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def left(folder: FetchedFolder) -> list[Path]:
-    return list(folder.folder.iterdir())
+def left(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
 
 
 LOAD = """
@@ -128,7 +132,7 @@ def rows_of_datasets(name: str, config: str | None, split: str, cache: Path) -> 
 )
 def test_a_split_has_the_rows_that_datasets_gives_in_their_order(server, folder, name, config, split, rows, tmp_path):
     path, digest = fetched(f"hf://datasets/{name}", folder, config=config, split=split)
-    assert path == folder.folder / digest and left(folder) == [path]
+    assert path.name.partition(".")[0] == digest and left(folder) == [path]
     found = [row.columns for row in RowSource(str(path), confined=True, is_fetched=True)]
     assert len(found) == rows
     assert found == rows_of_datasets(name, config, split, tmp_path / "hf")
@@ -214,28 +218,20 @@ def test_the_limits_are_for_all_files_together(server, folder):
     server.make("team/large", {f"train-{part}.jsonl": b"x" * 600_000 for part in range(2)})
     with pytest.raises(DatasetError, match=r"larger than 1,000,000"):
         fetched("hf://datasets/team/large", folder)
-    assert left(folder) == [] and folder._room.used == 0
-    path, _ = fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))
-    assert folder._room.used == 1_200_000
-    assert fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))[0] == path
-    assert folder._room.used == 1_200_000 and left(folder) == [path]
-
-
-def test_a_split_is_deleted_as_a_whole_and_counted_after_a_restart(server, folder, tmp_path):
-    path, _ = fetched("hf://datasets/team/prefs", folder)
-    (folder.folder / ".partial-of-a-killed-service").mkdir()
-    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        room = DatasetQuota(TEAM.max_uploads_bytes)
-        again = FetchedFolder(folder.folder, ledger, room)
-        assert left(again) == [path] and room.used == sum(file.stat().st_size for file in path.iterdir())
-        assert again.collect() == 1 and left(again) == [] and room.used == 0
+    assert left(folder) == []
+    with pytest.raises(DatasetError, match=r"at most .* \(max_uploads_bytes\)"):
+        fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000, max_uploads_bytes=1_000_000))
+    assert left(folder) == []
+    for _ in range(2):
+        path, _ = fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))
+        assert left(folder) == [path]
 
 
 def test_a_cancelled_fetch_leaves_nothing(server, folder):
     """While the process that finds its files runs."""
     polls = iter([False] * 3)
     with pytest.raises(FetchCancelledError):
-        fetch("hf://datasets/team/prefs", folder, TEAM, lambda: next(polls, True))
+        fetched("hf://datasets/team/prefs", folder, cancelled=lambda: next(polls, True))
     assert left(folder) == []
 
 
