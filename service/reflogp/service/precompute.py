@@ -595,7 +595,7 @@ class Precompute:
         try:
             entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
             if "path" in source:
-                root = await self._files.run(self._check_unchanged, source)
+                root = str(await self._files.run(root_of, Path(source["file"]), self._settings))
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
@@ -680,16 +680,6 @@ class Precompute:
         check_uri(dataset.uri, self._settings, dataset.config)
         config = {} if dataset.config is None else {"config": dataset.config}
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
-
-    def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Check that a dataset given by its path has not changed. Return the allowed root folder that contains the dataset.
-
-        Raise Problem if the dataset has changed since the job was submitted, cannot be read, or is no longer allowed.
-        """
-        _, digest = resolve_path(source["path"], self._settings)
-        if digest != source["digest"]:
-            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit the job again")
-        return str(root_of(Path(source["file"]), self._settings))
 
     def _report_file(self, job_id: str) -> Path:
         return self._results / f"{job_id}.report.json"
