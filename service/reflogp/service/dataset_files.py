@@ -35,16 +35,12 @@ _GRACE_SECONDS = 600
 
 
 class DatasetFiles:
-    """The folder of datasets. All methods block and are thread-safe.
-
-    Args:
-        folder: path of the folder, which is created if it does not exist. Incomplete datasets that a killed service left in it
-            are deleted.
-        ledger: records which datasets are needed.
-        settings: limits on the size of a dataset and of all datasets together.
+    """The folder of datasets, which is created if it does not exist. All methods block and are thread-safe.
 
     Attributes:
-        used: total size of the datasets in bytes, including those that are arriving.
+        folder: path of the folder.
+        most_bytes: maximum size of a dataset.
+        used: total size of the datasets in bytes, and of what is reserved for those that are arriving.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings) -> None:
@@ -84,13 +80,8 @@ class DatasetFiles:
                 deleted += 1
         return deleted
 
-    def require_room(self, size: int) -> None:
-        """Raise Problem 507 if `size` more bytes would exceed the limit even after unneeded datasets are deleted."""
-        self.take(size)
-        self.give(size)
-
     def take(self, size: int) -> None:
-        """Count `size` bytes as used. Raises as `require_room`."""
+        """Count `size` bytes as used. Raise Problem 507 if they do not fit even after unneeded datasets are deleted."""
         if not self._taken(size):
             self.collect()
             if not self._taken(size):
@@ -137,12 +128,10 @@ class Incoming:
 
     Another thread may call `close` during a call of another method, which then fails.
 
-    Attributes:
-        size: number of bytes that have arrived.
-        file_size: number of bytes of the last file that have arrived.
+    All methods raise Problem 413 if the dataset is larger than allowed, and 507 if there is no space left for it.
 
-    Raises:
-        Problem: all methods raise 413 if the dataset is larger than allowed, and 507 if there is no space left for it.
+    Attributes:
+        size, file_size: number of bytes that have arrived, in all and of the last file.
     """
 
     def __init__(self, files: DatasetFiles) -> None:
@@ -152,7 +141,7 @@ class Incoming:
         self._sink: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._digests: dict[str, str] = {}  # of the complete files, by their names
-        self._counted = 0
+        self._reserved = 0
         self.size = self.file_size = 0
 
     def __enter__(self) -> Incoming:
@@ -162,15 +151,9 @@ class Incoming:
         self.close()
 
     def begin(self, name: str, size: int | None) -> None:
-        """Begin the next file, which `write` writes to.
-
-        Args:
-            name: name of the file. The names of a dataset's files are in the order of its rows.
-            size: number of bytes that will arrive, or None if it is not known.
-        """
+        """Begin the next file, of `size` bytes if this is known. Names of files are in the order of the dataset's rows."""
         with self._lock, self._full_disk_told():
-            self._require_allowed(size or 0)
-            self._files.require_room(size or 0)
+            self._reserve(self.size + (size or 0))
             self._end_file()
             self._folder.mkdir(exist_ok=True)
             self._sink = open(self._folder / name, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
@@ -180,9 +163,7 @@ class Incoming:
         with self._lock, self._full_disk_told():
             if self._sink is None:
                 raise ValueError("the dataset is closed")
-            self._require_allowed(len(block))
-            self._files.take(len(block))
-            self._counted += len(block)
+            self._reserve(self.size + len(block))
             self.size += len(block)
             self.file_size += len(block)
             self._digest.update(block)
@@ -199,8 +180,8 @@ class Incoming:
                 name = digest = folder_digest(self._digests)
                 arrived = self._folder
                 _sync(arrived)
-            dataset = self._files.keep(arrived, name, self._counted)
-            self._counted = 0
+            dataset = self._files.keep(arrived, name, self.size)
+            self._reserved -= self.size
             return dataset, digest
 
     def close(self) -> None:
@@ -209,8 +190,8 @@ class Incoming:
                 with suppress(OSError):  # of a full disk, as the write before
                     self._sink.close()
                 self._sink = None
-            self._files.give(self._counted)
-            self._counted = 0
+            self._files.give(self._reserved)
+            self._reserved = 0
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_file(self) -> None:
@@ -221,10 +202,13 @@ class Incoming:
             self._digests[Path(self._sink.name).name] = self._digest.hexdigest()
             self._sink = None
 
-    def _require_allowed(self, size: int) -> None:
-        if self.size + size > self._files.most_bytes:
+    def _reserve(self, size: int) -> None:
+        if size > self._files.most_bytes:
             detail = f"the dataset is larger than {self._files.most_bytes:,} bytes (max_upload_bytes)"
             raise Problem(413, detail, "split or compress it")
+        if size > self._reserved:
+            self._files.take(size - self._reserved)
+            self._reserved = size
 
     @contextmanager
     def _full_disk_told(self) -> Iterator[None]:

@@ -1,7 +1,5 @@
 """Fetch datasets by URI, but only from buckets and Hub repositories that an administrator allows.
 
-`check_uri` checks a URI without opening a connection. `fetch` blocks, so call it in a thread.
-
 The settings list the allowed URI prefixes. The prefixes s3://, gs:// and az:// allow every bucket of the object store with that
 scheme, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision
 allows the repository's files at every revision.
@@ -50,17 +48,9 @@ class FetchCancelledError(DatasetError):
 
 @dataclass(frozen=True)
 class _Uri:
-    """The parts of a URI.
-
-    Attributes:
-        scheme: scheme in lower case.
-        host: bucket of an object store, or "datasets" for the Hub. It may be empty only in a prefix from the settings (s3://).
-        path: empty, or begins with a slash.
-    """
-
-    scheme: str
-    host: str
-    path: str
+    scheme: str  # in lower case
+    host: str  # a bucket, or "datasets" for the Hub; empty only in a prefix from the settings (s3://)
+    path: str  # empty, or begins with a slash
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host}{self.path}"
@@ -70,8 +60,8 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
     """Raise an error if a URI, or the config of a dataset, can be refused without opening a connection.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI. 422 if the URI is malformed, if the URI names neither a file with
-            the suffix of a dataset format nor a whole repository on the Hub, or if `config` is given for a file.
+        Problem: 403 if the settings do not allow the URI, 422 if it is malformed, names neither a dataset file nor a whole
+            repository on the Hub, or names a file although `config` is given.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -106,21 +96,16 @@ def fetch(
     config: str | None = None,
     split: str = "train",
 ) -> tuple[Path, str]:
-    """Fetch a dataset, and return the path and digest of its file, or of a folder with its files.
+    """Fetch a dataset, and return the path and digest of its file, or of a folder with its files. This call blocks.
 
     Args:
-        uri: URI that is allowed by a prefix in the settings. Its scheme is s3, gs, az or hf.
-        incoming: receives the dataset.
-        settings: allowed prefixes, and the limit on time.
         cancelled: function that returns True if the fetch must stop. It is called after each chunk, and a few times per second
             while the files of a Hub dataset are looked up.
-        config, split: config and split to fetch if the URI names a whole dataset on the Hub. If `config` is None, the default
-            config is fetched.
+        config, split: what to fetch if the URI names a whole dataset on the Hub; None for the default config.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
-        DatasetError: the URI is malformed or not allowed, the dataset cannot be read or kept, or it is larger or arrives more
-            slowly than the settings allow.
+        DatasetError: the URI is not allowed, or the dataset cannot be read or kept within the limits.
         LedgerError: there is no space left, and the ledger could not be read to find datasets that can be deleted.
     """
     deadline = time.monotonic() + settings.fetch_seconds

@@ -29,10 +29,6 @@ class Fetching:
     """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
-        settings: limits on fetches.
-        ledger: lists the queued jobs whose datasets must be fetched.
-        pending: queue of writes to the ledger, used to record the fetched files.
-        files: keeps the datasets.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
         on_failed: called with a job's id and the reason when the fetch of the job's dataset fails. This function must mark the
             job as failed.
@@ -53,8 +49,8 @@ class Fetching:
         self._files = files
         self._on_change = on_change
         self._on_failed = on_failed
-        self._stops: dict[str, threading.Event] = {}  # id of a job whose dataset is being fetched -> set to stop the fetch
-        self._tasks: set[asyncio.Task[None]] = set()
+        # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
+        self._fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = {}
         self._threads = CapacityLimiter(settings.max_fetches)
         self._news = asyncio.Event()
 
@@ -64,27 +60,25 @@ class Fetching:
 
     def cancel(self, job: str) -> None:
         """If the dataset of a job is being fetched, stop the fetch."""
-        if job in self._stops:
-            self._stops[job].set()
+        if job in self._fetches:
+            self._fetches[job][0].set()
 
     def close(self) -> None:
         """Stop all fetches. Jobs whose dataset has not been fetched yet stay queued."""
-        for stop in self._stops.values():
-            stop.set()
+        for job in self._fetches:
+            self.cancel(job)
 
     async def run(self) -> None:
         """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
-            free = self._settings.max_fetches - len(self._stops)
+            free = self._settings.max_fetches - len(self._fetches)
             if free > 0:
-                but = [*self._stops, *self._pending.jobs]
+                but = [*self._fetches, *self._pending.jobs]
                 with suppress(LedgerError):  # the next round reads the ledger again
                     for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
-                        self._stops[job] = threading.Event()
-                        task = asyncio.create_task(self._fetch(job, source, self._stops[job]))
-                        self._tasks.add(task)
-                        task.add_done_callback(self._tasks.discard)
+                        stop = threading.Event()
+                        self._fetches[job] = stop, asyncio.create_task(self._fetch(job, source, stop))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
 
@@ -94,8 +88,8 @@ class Fetching:
         try:
             logger.info("fetching the dataset", extra={"job": job})
             begin = partial(fetch, source["uri"], incoming, self._settings, stop.is_set)
-            config_and_split = {name: source[name] for name in ("config", "split") if name in source}
-            file, digest = await to_thread.run_sync(partial(begin, **config_and_split), limiter=self._threads)
+            call = partial(begin, config=source.get("config"), split=source["split"])
+            file, digest = await to_thread.run_sync(call, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), lambda _: self._on_change(job))
@@ -105,7 +99,7 @@ class Fetching:
             await self._on_failed(job, f"the dataset cannot be used: {error}")
         finally:
             notes.cancel()
-            del self._stops[job]
+            del self._fetches[job]
             self.look()
 
     async def _note(self, job: str, incoming: Incoming) -> None:

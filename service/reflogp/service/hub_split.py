@@ -36,14 +36,9 @@ _CPU_SECONDS, _MEMORY = 300, 2 << 30
 def files_of_split(place: HubPlace, config: str | None, split: str, check: Callable[[], None]) -> list[HubFile]:
     """Return a split's files at the current commit of a revision, in the order in which `datasets` reads them.
 
-    Args:
-        place: the dataset's repository and revision on the Hub.
-        config: name of one of the dataset's configs (subsets); None for the default config.
-        split: name of the split.
-        check: function that is called about ten times a second. It can cancel the search for files by raising an error.
+    `config` is None for the default config. `check` is called about ten times a second, and can cancel by raising an error.
 
-    Raises DatasetError if there is no such split, the Hub cannot be reached, or the metadata or a file's format is not
-    supported.
+    Raises DatasetError if there is no such split, the Hub cannot be reached, or the metadata or a file is not supported.
     """
     try:
         with closing(messages(_send_files, place, config, split, memory=_MEMORY, check=check)) as received:

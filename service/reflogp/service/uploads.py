@@ -24,10 +24,7 @@ _STALL_SECONDS = 60.0
 class Uploads:
     """The uploads, each a name for a dataset. All methods except `receive` and `receive_nameless` are blocking calls.
 
-    Args:
-        files: keeps the datasets.
-        ledger: records the names.
-        settings: limits on uploads.
+    `get`, `delete` and `resolve` raise Problem 404 for an unknown name.
     """
 
     def __init__(self, files: DatasetFiles, ledger: Ledger, settings: ServerSettings) -> None:
@@ -36,18 +33,13 @@ class Uploads:
         self._most = settings.max_uploads
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
-        """Receive a file and record its name.
+        """Receive a file, record its name, and return the upload and whether its name is new.
 
-        When this method returns, the file is on disk. If the method raises an error, the name still refers to the previous
-        file, if any.
+        When this method returns, the file is on disk. If it raises an error, the name still refers to the previous file.
 
         Args:
             name: name of the upload, which matches UPLOAD_PATTERN. Its suffix determines the file's format.
-            chunks: content of the file, as it arrives.
             declared_length: the request's Content-Length, or None if it is missing or invalid.
-
-        Returns:
-            The upload, and whether its name is new.
 
         Raises:
             Problem: 408 if the content stops arriving, 413 if the file is too large, 422 if the file is empty, 507 if there is
@@ -59,39 +51,26 @@ class Uploads:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file without a name, for a single job, and return the file's path and SHA-256 digest.
-
-        The file is kept for at least ten minutes, and after that for as long as a job needs it.
-
-        Raise the same Problems as `receive`, except those about the name and the number of uploads.
-        """
+        """Receive a file for a single job, and return its path and SHA-256 digest. Raises the Problems of `receive`."""
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
     def list(self) -> list[Upload]:
-        """Return all uploads, sorted by name."""
         return [Upload.model_validate(row, extra="ignore") for row in self._ledger.uploads()]
 
     def get(self, name: str) -> Upload:
-        """Return an upload. Raise Problem 404 if the name is unknown."""
         row = self._ledger.upload(name)
         if row is None:
             raise _unknown(name)
         return Upload.model_validate(row, extra="ignore")
 
     def delete(self, name: str) -> None:
-        """Delete the name of an upload. Its file is deleted once no job and no other upload needs it.
-
-        Raise Problem 404 if the name is unknown.
-        """
+        """Delete the name of an upload. Its file is deleted once no job and no other upload needs it."""
         if not self._ledger.delete_upload(name):
             raise _unknown(name)
 
     def resolve(self, name: str) -> tuple[Path, str]:
-        """Return the path and SHA-256 digest of an upload's file, for use by a job that is submitted now.
-
-        Raise Problem 404 if the name is unknown or its file does not exist.
-        """
+        """Return the path and SHA-256 digest of an upload's file, for use by a job that is submitted now."""
         row = self._ledger.upload(name)
         file = None if row is None else self._files.touch(row["file"])
         if row is None or file is None:
@@ -99,7 +78,6 @@ class Uploads:
         return file, row["sha256"]
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Receive a file, and return its path, its SHA-256 digest and its size in bytes."""
         with Incoming(self._files) as incoming:
             await to_thread.run_sync(incoming.begin, f"data{suffix}", declared_length)
             async for block in _blocks(chunks):
@@ -110,7 +88,6 @@ class Uploads:
         return file, digest, incoming.size
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
-        """Record in the ledger which file an upload's name refers to. Return the upload, and whether its name is new."""
         created = self._ledger.upload(name) is None
         if created and len(self._ledger.uploads()) >= self._most:
             detail = f"there are already {self._most:,} uploads"
