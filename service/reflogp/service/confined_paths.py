@@ -135,7 +135,7 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
 
     def open_image(path: str) -> int:
         if len(path) > _LONGEST_PATH:
-            raise RowError(f"image {shortened(path)} cannot be read: the path is longer than {_LONGEST_PATH:,} characters")
+            raise RowError(f"image {shortened(path)} cannot be read: the path is too long ({len(path):,} characters)")
         try:
             return _open_below(root, _resolved(root, folder / path))
         except PathError as error:
@@ -157,7 +157,7 @@ def _digest(dataset: Path, files: dict[str, Path]) -> str:
 def _resolved(root: Path, path: Path) -> Path:
     """Return `path` without symbolic links.
 
-    Raises PathError if the path is hidden, or if it is not below `root`, whether it exists or not.
+    Raises PathError if it is not below `root`, whether it exists or not, or if it is hidden.
     """
     try:
         real = Path(os.path.realpath(path))
@@ -165,8 +165,7 @@ def _resolved(root: Path, path: Path) -> Path:
         raise _missing() from error
     if not real.is_relative_to(root):
         raise outside()
-    given = path.relative_to(root).parts if path.is_relative_to(root) else ()
-    if any(part.startswith(".") and part != ".." for part in (*given, *real.relative_to(root).parts)):
+    if any(part.startswith(".") for part in real.relative_to(root).parts):
         text = "the path contains a hidden file or folder"
         raise PathError(403, text, "move the dataset to a path in which no name starts with a dot")
     return real
