@@ -91,7 +91,7 @@ def test_another_ledger_on_the_same_file_goes_on(ledger, tmp_path):
     again = Ledger(tmp_path / "jobs.sqlite")
     assert again.requeue_running() == 1
     assert again.claim([], 0).id == job
-    assert again.files_in_use() == {"/one.jsonl"}
+    assert again.files_in_use() == {"one.jsonl"}
     again.finish(job, "done", summary={"rows": 1})
     assert (again.get(job).summary, again.files_in_use()) == ({"rows": 1}, set())
     again.close()

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
 from reflogp.service.context import Context
-from reflogp.service.fetched import DatasetQuota, FetchedFolder
+from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
@@ -35,7 +35,7 @@ from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
-from reflogp.service.uploads import UploadFolder
+from reflogp.service.uploads import Uploads
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
@@ -64,10 +64,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
     metrics = Metrics()
     registry = ReferenceRegistry(settings)
     ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
-    room = DatasetQuota(settings.max_uploads_bytes)
-    uploads = UploadFolder(folder / "uploads", ledger, settings, room)
-    fetched = FetchedFolder(folder / "fetched", ledger, room)
-    precompute = Precompute(settings, folder, ledger, registry, uploads, fetched, metrics)
+    files = DatasetFiles(folder / "uploads", ledger, settings)
+    uploads = Uploads(files, ledger, settings)
+    precompute = Precompute(settings, folder, ledger, registry, uploads, files, metrics)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests(settings.max_large_requests)
     context = Context(settings, registry, ledger, precompute, online, uploads, metrics, large)

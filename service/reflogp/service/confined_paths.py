@@ -7,16 +7,14 @@ reads the dataset follows a link to this process's folder of open files in /proc
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import resource
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.data.shape import RowError
@@ -40,31 +38,36 @@ class PathError(DatasetError):
     """The path of a dataset, of an entry in a dataset folder, or of an image cannot be used.
 
     Attributes:
-        kind: "outside" if the path leads outside the root; "hidden" if a component of the path starts with a dot; "missing" if
-            the file or folder does not exist or cannot be opened; "unusable" for any other reason, such as a folder without
-            dataset files or too many symbolic links.
+        status: HTTP status: 403 if the path leads outside the root or is hidden, 404 if nothing can be opened there, else 422.
         next_step: advice for the caller.
     """
 
-    def __init__(self, kind: Literal["outside", "hidden", "missing", "unusable"], text: str, next_step: str) -> None:
+    def __init__(self, status: int, text: str, next_step: str) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.status = status
         self.next_step = next_step
 
 
-def digest_below(root: Path, path: Path, most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
+def digest_below(root: Path, path: Path) -> tuple[Path, str]:
     """Return (path with symbolic links resolved, digest of the content) for a dataset below a root folder.
 
-    A file's digest is its sha256. A folder's digest is a blake2b digest of its dataset files' sha256 digests and of their paths
-    relative to the folder. Hidden files and files without a supported suffix are ignored, because dataset readers skip them.
+    A file's digest is its sha256. For a folder's digest, see `folder_digest`. Hidden files and files without a supported suffix
+    are ignored, because dataset readers skip them.
 
     Raises:
-        PathError: the path leads outside the root, is hidden, does not exist, or is not a dataset. Also raised if the
-            dataset's folders have more than `most_entries` entries in total.
+        PathError: the path leads outside the root, is hidden, does not exist, or is not a dataset.
         FileChangedError: a file is being written to.
     """
     real = _resolved(root, path)
-    return real, _digest(real, dict(_files(root, real, most_entries)))
+    return real, _digest(real, _files(root, real))
+
+
+def folder_digest(digests: dict[str, str]) -> str:
+    """Return a folder's digest, given the sha256 digest of each dataset file by its path relative to the folder."""
+    content = hashlib.blake2b(digest_size=32, person=b"reflogp.folder")
+    for name, digest in sorted(digests.items()):
+        content.update(f"{name}\0{digest}\n".encode("utf-8", "surrogateescape"))
+    return content.hexdigest()
 
 
 class OpenDataset:
@@ -80,10 +83,7 @@ class OpenDataset:
         path: the dataset's path, with all symbolic links resolved.
         readable: the path to read the dataset from: a link to an open file, or a folder of such links.
 
-    Raises:
-        PathError: see `digest_below`.
-        ContentMismatchError: the content does not have the expected digest.
-        FileChangedError: a file is being written to.
+    Raises ContentMismatchError if the content has another digest, and the errors of `digest_below`.
     """
 
     def __init__(self, root: Path | None, path: Path, digest: str) -> None:
@@ -96,9 +96,11 @@ class OpenDataset:
 
     def _open(self, root: Path, digest: str, stack: ExitStack) -> None:
         self.path = self.readable = _resolved(root, self.path)
-        files = dict(_files(root, self.path, MOST_ENTRIES))
+        files = _files(root, self.path)
         if _open_files().is_dir():
-            _allow_many_files()
+            with suppress(OSError, ValueError):  # all files of the dataset are open at the same time
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reflogp-")))
             for name, file in files.items():
                 descriptor = _open_below(root, file)
@@ -124,23 +126,17 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that takes an image's path from a dataset row, opens the file and returns its descriptor.
+    """Return a function that opens an image by its path in a dataset row, and returns the file's descriptor.
 
-    Relative paths are resolved against the dataset's folder. The function raises RowError if a path leads outside the root or
-    through a hidden folder, if a path is too long, or if the file is hidden or cannot be opened.
-
-    Args:
-        root: folder that images' paths must not lead out of.
-        dataset: path of the dataset (a file or a folder), with all symbolic links resolved.
+    Relative paths are resolved against the dataset's folder. The function raises RowError for a path that is too long, leads
+    outside the root, is hidden or cannot be opened. `dataset` is the dataset's path with all symbolic links resolved.
     """
     folder = dataset if dataset.is_dir() else dataset.parent
 
     def open_image(path: str) -> int:
+        if len(path) > _LONGEST_PATH:
+            raise RowError(f"image {shortened(path)} cannot be read: the path is too long ({len(path):,} characters)")
         try:
-            if len(path) > _LONGEST_PATH:
-                raise PathError(
-                    "unusable", f"the path is too long (more than {_LONGEST_PATH:,} characters)", "use shorter paths"
-                )
             return _open_below(root, _resolved(root, folder / path))
         except PathError as error:
             raise RowError(f"image {shortened(path)} cannot be read: {error}") from None
@@ -155,34 +151,23 @@ def _digest(dataset: Path, files: dict[str, Path]) -> str:
         raise _missing() from error
     if not dataset.is_dir():
         return next(iter(digests.values()))
-    if not digests:
-        raise PathError("unusable", "the folder has no dataset files", f"dataset files end in {SUFFIXES_IN_WORDS}")
     return folder_digest({name: digests[file] for name, file in files.items()})
-
-
-def folder_digest(digests: dict[str, str]) -> str:
-    """Return a folder's digest, given the sha256 digest of each dataset file by its path relative to the folder."""
-    content = hashlib.blake2b(digest_size=32, person=b"reflogp.folder")
-    for name, digest in sorted(digests.items()):
-        content.update(f"{name}\0{digest}\n".encode("utf-8", "surrogateescape"))
-    return content.hexdigest()
 
 
 def _resolved(root: Path, path: Path) -> Path:
     """Return `path` without symbolic links.
 
-    Raises PathError if the path is hidden, or if it is not below `root`, whether it exists or not.
+    Raises PathError if it is not below `root`, whether it exists or not, or if it is hidden.
     """
     try:
         real = Path(os.path.realpath(path))
     except ValueError as error:  # a null character
         raise _missing() from error
     if not real.is_relative_to(root):
-        raise _outside()
-    given = path.relative_to(root).parts if path.is_relative_to(root) else ()
-    if any(part.startswith(".") and part != ".." for part in (*given, *real.relative_to(root).parts)):
+        raise outside()
+    if any(part.startswith(".") for part in real.relative_to(root).parts):
         text = "the path contains a hidden file or folder"
-        raise PathError("hidden", text, "move the dataset to a path in which no name starts with a dot")
+        raise PathError(403, text, "move the dataset to a path in which no name starts with a dot")
     return real
 
 
@@ -194,74 +179,66 @@ def _open_below(root: Path, path: Path) -> int:
         raise _missing() from error
     if _open_files().is_dir() and not (_open_files() / str(descriptor)).readlink().is_relative_to(root):
         os.close(descriptor)
-        raise _outside()
+        raise outside()
     return descriptor
 
 
-def _files(root: Path, real: Path, most_entries: int) -> Iterator[tuple[str, Path]]:
-    """Yield (relative name, path without symbolic links) for every dataset file.
+def _files(root: Path, dataset: Path) -> dict[str, Path]:
+    """Return the path without symbolic links of each dataset file, by its name relative to the dataset.
 
-    Raises PathError if an entry of a folder is a link that leads outside the root, or is neither a file nor a folder. Also
-    raises PathError if the dataset's folders have more than `most_entries` entries in total, or if the dataset is a single file
-    with an unknown suffix.
+    Raises PathError if a dataset file or folder is a link that leads outside the root, or if there are no dataset files.
     """
-    if not _is_folder(real, "the path is neither a file nor a folder", "use the path of a dataset file or folder"):
-        if dataset_suffix(real.name) is None:
-            raise PathError("unusable", "the file type is unknown", f"dataset files end in {SUFFIXES_IN_WORDS}")
-        yield real.name, real
-        return
-    seen, entries, pending = {real}, 0, [(real, "")]
-    while pending:
-        folder, prefix = pending.pop()
-        try:
-            names = sorted(os.listdir(folder))  # noqa: PTH208 - only names are needed
-        except OSError as error:
-            raise _missing() from error
+    if not _is_folder(dataset):
+        if dataset_suffix(dataset.name) is None:
+            raise PathError(422, "the file type is unknown", f"dataset files end in {SUFFIXES_IN_WORDS}")
+        return {dataset.name: dataset}
+    found, seen, entries = dict[str, Path](), {dataset}, 0
+    for folder, folders, names in os.walk(dataset, onerror=_raise_missing, followlinks=True):
+        entries += len(folders) + len(names)
+        if entries > MOST_ENTRIES:
+            text = f"the folder and its subfolders have more than {MOST_ENTRIES:,} entries in total"
+            raise PathError(422, text, "use fewer, larger files")
+        inner, folders[:] = sorted(folders), []
+        for name in inner:
+            if (
+                not name.startswith(".") and (real := _resolved(root, Path(folder, name))) not in seen
+            ):  # links can form a circle
+                seen.add(real)
+                folders.append(name)
         for name in names:
-            entries += 1
-            if entries > most_entries:
-                text = f"the folder and its subfolders have more than {most_entries:,} entries in total"
-                raise PathError("unusable", text, "use fewer, larger files")
-            if name.startswith("."):  # dataset readers skip hidden entries too
-                continue
-            entry = _resolved(root, folder / name)
-            text = f"the folder contains an entry that is neither a file nor a folder: {shortened(name)}"
-            if _is_folder(entry, text, "remove that entry"):
-                if entry not in seen:
-                    seen.add(entry)
-                    pending.append((entry, f"{prefix}{name}/"))
-            elif dataset_suffix(name) is not None:
-                yield f"{prefix}{name}", entry
+            if not name.startswith(".") and dataset_suffix(name) is not None:
+                real = _resolved(root, Path(folder, name))
+                _is_folder(real)
+                found[str(Path(folder, name).relative_to(dataset))] = real
+    if not found:
+        raise PathError(422, "the folder has no dataset files", f"dataset files end in {SUFFIXES_IN_WORDS}")
+    return found
 
 
-def _is_folder(path: Path, problem: str, next_step: str) -> bool:
-    """Return whether a path is a folder; raise PathError with this text if it is neither a folder nor a file."""
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder. Raises PathError if it is neither a file nor a folder."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise PathError("unusable", "the path's symbolic links form a circle", "use the path of a file") from error
         raise _missing() from error
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-        raise PathError("unusable", problem, next_step)
+        text = f"{shortened(path.name)} is neither a file nor a folder"
+        raise PathError(422, text, "use the path of a dataset file or of a folder with dataset files")
     return stat.S_ISDIR(mode)
 
 
-def _outside() -> PathError:
+def _raise_missing(error: OSError) -> None:
+    raise _missing() from error
+
+
+def outside() -> PathError:
+    """Return the error for a path that leads outside the root, whether it exists or not."""
     return PathError(
-        "outside",
+        403,
         "the path is not under a folder that this service reads datasets from",
         "send the dataset as an upload: PUT /v1/uploads/NAME",
     )
 
 
 def _missing() -> PathError:
-    return PathError("missing", "no such file or folder, or the service cannot open it", "check the path and the permissions")
-
-
-def _allow_many_files() -> None:
-    """Raise the soft limit on open files to the hard limit, because all files of a dataset are open at the same time."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return PathError(404, "no such file or folder, or the service cannot open it", "check the path and the permissions")

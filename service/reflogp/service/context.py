@@ -11,7 +11,7 @@ from reflogp.service.online import OnlineScoring
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.settings import ServerSettings
-from reflogp.service.uploads import UploadFolder
+from reflogp.service.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,6 @@ class Context:
     ledger: Ledger
     precompute: Precompute
     online: OnlineScoring
-    uploads: UploadFolder
+    uploads: Uploads
     metrics: Metrics
     large: LargeRequests

@@ -7,53 +7,28 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from anyio import CapacityLimiter, to_thread
 
+from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import FetchCancelledError, fetch
-from reflogp.service.fetched import FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.pending_writes import PendingWrites
-from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 from reflogp.store.texts import byte_count
 
 logger = logging.getLogger(__name__)
 
-#: The ledger is read every _LOOK_SECONDS even if `look` is not called. A job's note about the fetch of its dataset is updated
-#: every _NOTE_SECONDS.
-_LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """A running fetch.
-
-    Attributes:
-        stop: event that is set to stop the fetch.
-        size: number of bytes that have arrived so far.
-    """
-
-    stop: threading.Event = field(default_factory=threading.Event)
-    size: int = 0
-
-    def arrived(self, size: int) -> None:
-        """Record the number of bytes that have arrived so far."""
-        self.size = size
+#: Seconds between readings of the ledger without a call of `look`, and between updates of a job's note about its fetch.
+_LOOK_SECONDS = 5.0
 
 
 class Fetching:
     """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
-        settings: limits on fetches.
-        ledger: lists the queued jobs whose datasets must be fetched.
-        pending: queue of writes to the ledger, used to record the fetched files.
-        folder: folder to fetch the datasets into.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
         on_failed: called with a job's id and the reason when the fetch of the job's dataset fails. This function must mark the
             job as failed.
@@ -64,18 +39,18 @@ class Fetching:
         settings: ServerSettings,
         ledger: Ledger,
         pending: PendingWrites,
-        folder: FetchedFolder,
+        files: DatasetFiles,
         on_change: Callable[[str], None],
         on_failed: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._ledger = ledger
         self._pending = pending
-        self._folder = folder
+        self._files = files
         self._on_change = on_change
         self._on_failed = on_failed
-        self._going_on: dict[str, _Fetch] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
+        self._fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = {}
         self._threads = CapacityLimiter(settings.max_fetches)
         self._news = asyncio.Event()
 
@@ -85,69 +60,53 @@ class Fetching:
 
     def cancel(self, job: str) -> None:
         """If the dataset of a job is being fetched, stop the fetch."""
-        if job in self._going_on:
-            self._going_on[job].stop.set()
+        if job in self._fetches:
+            self._fetches[job][0].set()
 
     def close(self) -> None:
         """Stop all fetches. Jobs whose dataset has not been fetched yet stay queued."""
-        for fetching in self._going_on.values():
-            fetching.stop.set()
+        for job in self._fetches:
+            self.cancel(job)
 
     async def run(self) -> None:
         """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
-            free = self._settings.max_fetches - len(self._going_on)
+            free = self._settings.max_fetches - len(self._fetches)
             if free > 0:
-                but = [*self._going_on, *self._pending.jobs]
+                but = [*self._fetches, *self._pending.jobs]
                 with suppress(LedgerError):  # the next round reads the ledger again
                     for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
-                        fetching = self._going_on[job] = _Fetch()
-                        task = asyncio.create_task(self._fetch(job, source, fetching))
-                        self._tasks.add(task)
-                        task.add_done_callback(self._tasks.discard)
+                        stop = threading.Event()
+                        self._fetches[job] = stop, asyncio.create_task(self._fetch(job, source, stop))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
 
-    async def _fetch(self, job: str, source: dict[str, str], fetching: _Fetch) -> None:
-        notes = asyncio.create_task(self._note(job, fetching))
+    async def _fetch(self, job: str, source: dict[str, str], stop: threading.Event) -> None:
+        incoming = Incoming(self._files)
+        notes = asyncio.create_task(self._note(job, incoming))
         try:
             logger.info("fetching the dataset", extra={"job": job})
-            begin = partial(
-                fetch,
-                source["uri"],
-                self._folder,
-                self._settings,
-                fetching.stop.is_set,
-                fetching.arrived,
-                config=source.get("config"),
-                split=source["split"],
-            )
-            file, digest = await to_thread.run_sync(begin, limiter=self._threads)
+            begin = partial(fetch, source["uri"], incoming, self._settings, stop.is_set)
+            call = partial(begin, config=source.get("config"), split=source["split"])
+            file, digest = await to_thread.run_sync(call, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
-            await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
-        except (FetchCancelledError, LedgerError) as error:
-            # The job was cancelled, or the service is stopping, or the ledger failed. In the last case, a later round of `run`
-            # fetches the dataset.
+            await self._pending.put(job, partial(self._ledger.fetched, job, fetched), lambda _: self._on_change(job))
+        except (FetchCancelledError, LedgerError) as error:  # after a LedgerError, a later round of `run` fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
-            detail = error.detail if isinstance(error, Problem) else str(error)
-            await self._on_failed(job, f"the dataset cannot be used: {detail}")
+            await self._on_failed(job, f"the dataset cannot be used: {error}")
         finally:
             notes.cancel()
-            del self._going_on[job]
+            del self._fetches[job]
             self.look()
 
-    def _recorded(self, job: str, file: Path, result: object) -> None:
-        self._folder.released(file)
-        self._on_change(job)
-
-    async def _note(self, job: str, fetching: _Fetch) -> None:
+    async def _note(self, job: str, incoming: Incoming) -> None:
         """Write the progress of a fetch into the job's note every few seconds."""
         while True:
-            note = "the dataset is being fetched" + (f": {byte_count(fetching.size)} so far" if fetching.size else "")
+            note = "the dataset is being fetched" + (f": {byte_count(incoming.size)} so far" if incoming.size else "")
             with suppress(LedgerError):
                 await to_thread.run_sync(self._ledger.note, job, note)
                 self._on_change(job)
-            await asyncio.sleep(_NOTE_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)

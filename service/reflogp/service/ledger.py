@@ -422,15 +422,14 @@ class Ledger:
         """
         return self._file.write(lambda db: _retry(db, job))
 
-    def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Return the dataset files of all jobs that are queued, running, failed or cancelled.
+    def files_in_use(self) -> set[str]:
+        """Return the names of the dataset files of all uploads, and of all jobs that may still run.
 
-        Failed and cancelled jobs need their files if they are retried. If `unfinished_only` is set, leave out the files that
-        only failed and cancelled jobs need.
+        Failed and cancelled jobs may run again. If the dataset of such a job was given by its URI, it is then fetched again.
         """
-        condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
-        rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")
-        return {row["file"] for row in rows}
+        may_run = f"state in {UNFINISHED} or (state <> 'done' and json_extract(source, '$.uri') is null)"
+        of_jobs = f"select json_extract(source, '$.file') from job where {_HAS_FILE} and ({may_run})"
+        return {Path(row["file"]).name for row in self._all(f"select file from upload union {of_jobs}")}
 
     def ended_before(self, moment: datetime) -> list[str]:
         """Return the ids of jobs that ended before the given time, which must be in UTC."""

@@ -28,9 +28,9 @@ from typing import Any
 
 from anyio import to_thread
 
+from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetch import check_uri
-from reflogp.service.fetched import FetchedFolder
 from reflogp.service.fetching import Fetching
 from reflogp.service.helping import Helping
 from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
@@ -45,7 +45,7 @@ from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
-from reflogp.service.uploads import UploadFolder
+from reflogp.service.uploads import Uploads
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import ReferenceNotFoundError
 from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
@@ -107,8 +107,8 @@ class Precompute:
         folder: the state folder. Results are written to its subfolder `results`.
         ledger: the job ledger.
         registry: the service's references, accessible by name or id.
-        uploads: folder of uploaded dataset files.
-        fetched: folder of dataset files fetched from URIs.
+        uploads: the uploads, by name.
+        files: the uploaded and fetched datasets.
         metrics: metrics to update.
     """
 
@@ -118,8 +118,8 @@ class Precompute:
         folder: Path,
         ledger: Ledger,
         registry: ReferenceRegistry,
-        uploads: UploadFolder,
-        fetched: FetchedFolder,
+        uploads: Uploads,
+        files: DatasetFiles,
         metrics: Metrics,
     ) -> None:
         self._settings = settings
@@ -127,13 +127,13 @@ class Precompute:
         self._results.mkdir(parents=True, exist_ok=True)
         for partial_file in self._results.glob(".*.partial"):  # left by a worker that was killed while it wrote a result
             partial_file.unlink(missing_ok=True)
-        self._fetched = fetched
+        self._datasets = files
         self._ledger = ledger
         self._registry = registry
         self._uploads = uploads
         self._metrics = metrics
         self._pending = PendingWrites(ledger)
-        self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
+        self._fetching = Fetching(settings, ledger, self._pending, files, self._fetch_changed, self._fail)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
@@ -595,7 +595,7 @@ class Precompute:
         try:
             entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
             if "path" in source:
-                root = await self._files.run(self._check_unchanged, source)
+                root = str(await self._files.run(root_of, Path(source["file"]), self._settings))
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
@@ -681,16 +681,6 @@ class Precompute:
         config = {} if dataset.config is None else {"config": dataset.config}
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
-    def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Check that a dataset given by its path has not changed. Return the allowed root folder that contains the dataset.
-
-        Raise Problem if the dataset has changed since the job was submitted, cannot be read, or is no longer allowed.
-        """
-        _, digest = resolve_path(source["path"], self._settings)
-        if digest != source["digest"]:
-            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit the job again")
-        return str(root_of(Path(source["file"]), self._settings))
-
     def _report_file(self, job_id: str) -> Path:
         return self._results / f"{job_id}.report.json"
 
@@ -711,11 +701,7 @@ class Precompute:
         """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
-            steps: list[Callable[[], object]] = [
-                partial(self._forget_before, moment),
-                self._fetched.collect,
-                partial(self._uploads.collect, moment),
-            ]
+            steps: list[Callable[[], object]] = [partial(self._forget_before, moment), self._datasets.collect]
             failed = False
             for step in steps:
                 try:

@@ -174,13 +174,7 @@ class ServerSettings(BaseSettings):
         None,
         description="State folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp.",
     )
-    keep_days: float = Field(
-        30.0,
-        gt=0,
-        description="Number of days to keep ended jobs and their results. Dataset files that clients have sent, and to which "
-        "no upload and no job refers any more, are kept for as many days, unless space runs out. Fetched datasets are deleted "
-        "once no unfinished job needs them.",
-    )
+    keep_days: float = Field(30.0, gt=0, description="Number of days to keep ended jobs and their results.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
     access_log: bool = Field(
         False,
