@@ -325,8 +325,10 @@ def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
             while (page := http.get("/v1/jobs", params=asked)).is_success:
                 asked["before"] = page.json()["next_before"]
         assert page.status_code == 503 and "is damaged" in page.json()["detail"]
-        service.process.wait(60)
+        assert str(tmp_path) not in page.text
+        assert service.process.wait(60) == 1
     assert any("the service stops" in line for line in service.log)
+    assert any("mkdir -p" in line for line in service.log)
 
 
 @contextmanager
