@@ -31,6 +31,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 
+#: Maximum size of a JSON body in bytes. Programs send Arrow streams.
+_MAX_JSON_BYTES = 2 << 20
 #: JSON bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
 _SEE = "see docs/api.md or /openapi.json for what the route accepts"
@@ -118,13 +120,14 @@ def require_type(request: Request, *accepted: str) -> str:
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
+    """Read a JSON body of at most _MAX_JSON_BYTES and at most `max_bytes`, and return it as a pydantic model.
 
     Raises:
         Problem: 415 if the media type is not JSON, 422 if the body does not match the model or has more than _MAX_JSON_PARTS
             parts; also any problem that `read_body` raises.
     """
     require_type(request, JSON)
+    max_bytes = min(max_bytes, _MAX_JSON_BYTES)
     try:
         body = await read_body(request, max_bytes)
     except Problem as problem:

@@ -46,6 +46,8 @@ _HUB = "hf"
 #: Matches the path of a URI that names a whole repository on the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _CHUNK = 8 << 20
+#: Maximum duration of a fetch, in seconds.
+_FETCH_SECONDS = 3_600.0
 #: Matches 1 to 4,096 characters. `#`, `?` and `%` are excluded, because libraries differ in what they make of them.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/@!$&'()*+,;=]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9]*)://([^/]*)(/.*)?")
@@ -120,7 +122,7 @@ def fetch(
     Args:
         uri: URI that is allowed by a prefix in the settings. Its scheme is s3, gs, az or hf.
         folder: folder to fetch the dataset into. The folder's quota limits the total size of uploads and fetched datasets.
-        settings: allowed prefixes, and limits on time and size.
+        settings: allowed prefixes, and the limit on size.
         cancelled: function that returns True if the fetch must stop. It is called after each chunk, and a few times per second
             while the files of a Hub dataset are looked up.
         arrived: called after each chunk with the total number of bytes that have arrived.
@@ -130,7 +132,7 @@ def fetch(
     Raises:
         FetchCancelledError: `cancelled` returned True.
         DatasetError: the URI is malformed or not allowed, the dataset cannot be read, it cannot be written to the folder, or
-            it is larger or arrives more slowly than the settings allow.
+            it is larger than the settings allow, or does not arrive within _FETCH_SECONDS.
         LedgerError: the quota was reached, and the ledger could not be read to find datasets that can be deleted.
         UsageError: a prefix in the settings is malformed.
     """
@@ -145,7 +147,7 @@ def fetch(
             if parsed.scheme in _OBJECT_STORES:
                 _copy_object(parsed, sink, settings, cancelled)
             else:
-                _copy_from_hub(_hub_file(parsed), sink, settings, cancelled, time.monotonic() + settings.fetch_seconds)
+                _copy_from_hub(_hub_file(parsed), sink, settings, cancelled, time.monotonic() + _FETCH_SECONDS)
             return sink.keep(suffix)
     except ValueError as error:
         raise DatasetError(f"{hide_secrets(uri)[:200]} could not be fetched: {error}") from error
@@ -229,11 +231,11 @@ def _admit(uri: _Uri, settings: ServerSettings) -> None:
     raise ValueError("this service's settings do not allow fetching from this location")
 
 
-def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
+def _check_going_on(deadline: float, cancelled: Callable[[], bool]) -> None:
     if cancelled():
         raise FetchCancelledError("the job was cancelled, or the service is stopping")
     if time.monotonic() > deadline:
-        raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
+        raise ValueError(f"the fetch took longer than {_FETCH_SECONDS:g} seconds")
 
 
 # Object stores
@@ -241,7 +243,7 @@ def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callab
 
 def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
     """Copy an object from an object store into a sink. Raise ValueError if the copy fails."""
-    deadline = time.monotonic() + settings.fetch_seconds
+    deadline = time.monotonic() + _FETCH_SECONDS
     root, key = f"{uri.scheme}://{uri.host}", uri.path.removeprefix("/")
     try:
         filesystem = open_filesystem(root, with_defaults(root, None))
@@ -252,7 +254,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         with filesystem.open_input_stream(key, compression=None) as source:  # do not decompress
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
-                _check_going_on(deadline, settings, cancelled)
+                _check_going_on(deadline, cancelled)
     except (FetchCancelledError, UsageError):
         raise
     except (*STORAGE_ERRORS, pa.ArrowException) as error:
@@ -277,8 +279,8 @@ def _fetch_split(
 
     Each file is named after its position in the split, so sorting the files by name puts them in the order of the split.
     """
-    deadline = time.monotonic() + settings.fetch_seconds
-    files = files_of_split(place, config, split, lambda: _check_going_on(deadline, settings, cancelled))
+    deadline = time.monotonic() + _FETCH_SECONDS
+    files = files_of_split(place, config, split, lambda: _check_going_on(deadline, cancelled))
     with _partial_folder(folder, arrived) as sinks:
         for number, file in enumerate(files):
             with sinks.file(f"{number:05}{dataset_suffix(file.path)}") as sink:
@@ -298,7 +300,7 @@ def _copy_from_hub(
         sink.check_room(size, settings)
         for piece in pieces:
             sink.write(piece, settings)
-            _check_going_on(deadline, settings, cancelled)
+            _check_going_on(deadline, cancelled)
     except FetchCancelledError:
         raise
     except (UsageError, StoreUnavailableError) as error:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: The ledger is read every _LOOK_SECONDS even if `look` is not called. A job's note about the fetch of its dataset is updated
 #: every _NOTE_SECONDS.
 _LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
+#: Maximum number of datasets that are fetched at the same time; further fetches wait.
+_AT_ONCE = 4
 
 
 @dataclass(eq=False)
@@ -50,7 +52,7 @@ class Fetching:
     """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
-        settings: limits on fetches.
+        settings: limits on the size of datasets.
         ledger: lists the queued jobs whose datasets must be fetched.
         pending: queue of writes to the ledger, used to record the fetched files.
         folder: folder to fetch the datasets into.
@@ -76,7 +78,7 @@ class Fetching:
         self._on_failed = on_failed
         self._going_on: dict[str, _Fetch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._threads = CapacityLimiter(settings.max_fetches)
+        self._threads = CapacityLimiter(_AT_ONCE)
         self._news = asyncio.Event()
 
     def look(self) -> None:
@@ -97,7 +99,7 @@ class Fetching:
         """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
-            free = self._settings.max_fetches - len(self._going_on)
+            free = _AT_ONCE - len(self._going_on)
             if free > 0:
                 but = [*self._going_on, *self._pending.jobs]
                 with suppress(LedgerError):  # the next round reads the ledger again

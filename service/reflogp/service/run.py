@@ -107,7 +107,7 @@ def run(settings: ServerSettings) -> None:
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,
         server_header=False,
-        access_log=settings.access_log,
+        access_log=False,  # a proxy has one, and /metrics counts and times requests
     )
     context: Context = app.state.context
     _Server(config, context).run()

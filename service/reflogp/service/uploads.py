@@ -34,6 +34,8 @@ _PARTIAL = ".partial-"
 _WRITE_BYTES = 256 << 10
 #: An upload is stopped if fewer than _LEAST_BYTES arrive within _IDLE_SECONDS, because it holds a part of the quota.
 _LEAST_BYTES, _IDLE_SECONDS = 4 << 10, 60.0
+#: Maximum number of uploads. One response lists all of them.
+_MOST_UPLOADS = 10_000
 #: A file is kept for at least this time after it was received or returned by `resolve`. During this time, the job that will use
 #: the file may not be in the ledger yet.
 _GRACE = timedelta(minutes=10)
@@ -259,8 +261,8 @@ class UploadFolder:
         """Record in the ledger which file an upload's name refers to. Return the upload, and whether its name is new."""
         with self._lock:
             created = self._ledger.upload(name) is None
-            if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
-                raise Problem(507, f"there are already {self._settings.max_uploads:,} uploads", _DELETE_SOME)
+            if created and len(self._ledger.uploads()) >= _MOST_UPLOADS:
+                raise Problem(507, f"there are already {_MOST_UPLOADS:,} uploads", _DELETE_SOME)
             self._ledger.put_upload(name, content_name, size, sha256)
             return self.get(name), created
 

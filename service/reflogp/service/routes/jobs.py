@@ -27,7 +27,6 @@ DATASET_TYPES = {
     "application/vnd.apache.arrow.file": ".arrow",
 }
 _PARQUET = "application/vnd.apache.parquet"
-_MAX_JSON = 1 << 20
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
@@ -91,7 +90,7 @@ def jobs_router(context: Context) -> APIRouter:
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
             async with context.large.turn_of(request):
-                asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
+                asked = await read_json(request, JobRequest, settings.max_body_bytes)
             job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"

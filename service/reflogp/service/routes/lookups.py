@@ -40,6 +40,8 @@ from reflogp.store.texts import hide_secrets
 #: The token values in one batch of a response take at most this many bytes. For each batch, the row groups that contain its
 #: keys are read. Larger batches reduce the amount read in total, but need more memory.
 _BATCH_BYTES = 4 << 20
+#: Maximum number of keys in one lookup.
+_MAX_KEYS = 2_000_000
 #: Maximum number of token values in a JSON response.
 _MAX_JSON_VALUES = 250_000
 
@@ -122,11 +124,8 @@ def lookups_router(context: Context) -> APIRouter:
 
         return References(store=hide_secrets(registry.store.uri), references=await registry.threads.run(described))
 
-    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
-        """Look keys up. Raise Problem 413 if `values` is set and the keys' token values take more than `most` bytes."""
+    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray) -> Found:
         found = snapshot.find(keys)
-        if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
-            raise Problem(413, f"the values of these keys take more than {most:,} bytes", "look up fewer keys in one request")
         missing = int((found.lengths < 0).sum())
         context.metrics.lookup_keys.labels("no").inc(missing)
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
@@ -162,25 +161,32 @@ def lookups_router(context: Context) -> APIRouter:
         and snapshot. If the request body is JSON, so is the response.
         """
         if require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM:
-            longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
+            longest = min(settings.max_body_bytes, keys_body_bytes(_MAX_KEYS))
             found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
             async with context.large.turn_of(request):
                 body = await read_body(request, longest)
-                keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
+                keys = await to_thread.run_sync(keys_of, body, _MAX_KEYS)
                 del body
-            found = await registry.threads.run(find, found_in, keys, values, settings.max_answer_bytes)
+            found = await registry.threads.run(find, found_in, keys)
             messages = answer_messages(found_in, found, values, answer_parts(found, values, _BATCH_BYTES))
-            is_large = values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > LARGE_BYTES
+            is_large = values and 4 * _value_count(found) > LARGE_BYTES
             return await _streamed(messages, registry.threads, context.large if is_large else None)
         async with context.large.turn_of(request):
-            asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            asked = await read_json(request, LookupRequest, settings.max_body_bytes)
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
-        most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
-        found = await registry.threads.run(find, found_in, keys, asked.values, most)
+        found = await registry.threads.run(find, found_in, keys)
+        if asked.values and _value_count(found) > _MAX_JSON_VALUES:
+            raise Problem(
+                413, f"these keys have more than {_MAX_JSON_VALUES:,} values", "look up fewer keys, or send an Arrow stream"
+            )
         return await registry.threads.run(_json, found_in, found, asked.values)
 
     return router
+
+
+def _value_count(found: Found) -> int:
+    return int(found.lengths.clip(min=0).sum(dtype=np.int64))
 
 
 def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:

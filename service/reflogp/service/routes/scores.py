@@ -30,6 +30,10 @@ from reflogp.service.worker.protocol import SEQUENCES
 from reflogp.store.schema import ARROW_STREAM
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+#: Maximum number of sequences and of tokens in one request.
+_MAX_SEQUENCES, _MAX_TOKENS = 4_096, 4 << 20
+#: Maximum time in seconds that a request without deadline_ms waits for its values.
+_DEADLINE_SECONDS = 300.0
 #: Status that nginx logs when a caller has disconnected. Here it is used only in metrics.
 _CLIENT_GONE = 499
 #: A body of at most this many bytes is decoded in the event loop, because starting a thread would take longer than decoding the
@@ -127,7 +131,7 @@ def scores_router(context: Context) -> APIRouter:
                 ge=1,
                 le=3_600_000,
                 description="Maximum time to wait for the values, in milliseconds. After that, the request is rejected with "
-                "504. Default: the service's setting deadline_seconds.",
+                "504. Default: five minutes.",
             ),
         ] = None,
     ) -> Any:
@@ -145,7 +149,7 @@ def scores_router(context: Context) -> APIRouter:
         sequences still get values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
-        limits = (settings.max_score_sequences, settings.max_score_tokens)
+        limits = (_MAX_SEQUENCES, _MAX_TOKENS)
         if as_arrow:
             async with context.large.turn_of(request):
                 body = await read_body(request, min(settings.max_body_bytes, sequences_body_bytes(*limits)))
@@ -156,11 +160,11 @@ def scores_router(context: Context) -> APIRouter:
                 del body
         else:
             async with context.large.turn_of(request):
-                asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+                asked = await read_json(request, ScoreRequest, settings.max_body_bytes)
                 table = await to_thread.run_sync(_table_of, asked)
                 del asked
-            bounded_tokens(table, settings.max_score_tokens)
-        seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
+            bounded_tokens(table, _MAX_TOKENS)
+        seconds = _DEADLINE_SECONDS if deadline_ms is None else deadline_ms / 1000
         scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
         scored = await _unless_gone(request, scoring)
         if scored is None:
