@@ -104,11 +104,7 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return Problem(
-            422,
-            f"{where}: {first['msg']}",
-            _SEE_API,
-        ).response()
+        return Problem(422, f"{where}: {first['msg']}", _SEE_API).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:

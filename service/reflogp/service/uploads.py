@@ -7,7 +7,6 @@ The ledger maps upload names to files. At any time, only one UploadFolder may us
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import os
@@ -32,8 +31,6 @@ from reflogp.service.settings import ServerSettings
 _PARTIAL = ".partial-"
 #: Number of received bytes to collect in memory before a background thread writes them to disk.
 _WRITE_BYTES = 256 << 10
-#: An upload is stopped if fewer than _LEAST_BYTES arrive within _IDLE_SECONDS, because it holds a part of the quota.
-_LEAST_BYTES, _IDLE_SECONDS = 4 << 10, 60.0
 #: Maximum number of uploads. One response lists all of them.
 _MOST_UPLOADS = 10_000
 #: A file is kept for at least this time after it was received or returned by `resolve`. During this time, the job that will use
@@ -81,7 +78,7 @@ class UploadFolder:
             The upload, and whether its name is new.
 
         Raises:
-            Problem: 400 if the content does not have the declared length, 408 if the content arrives too slowly, 413 if the
+            Problem: 400 if the content does not have the declared length, 413 if the
                 file is too large, 422 if the name is invalid, its suffix is not supported or the file is empty, 507 if there is
                 not enough space or there are too many uploads.
         """
@@ -205,28 +202,13 @@ class UploadFolder:
         return deleted
 
     async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Join chunks into larger blocks, and yield the blocks. Raise Problem 408 if the chunks arrive too slowly."""
-        loop, patience = asyncio.get_running_loop(), _IDLE_SECONDS
-        block, since = bytearray(), 0
-        deadline = loop.time() + patience
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    chunk = await anext(chunks, None)
-            except TimeoutError:
-                raise Problem(
-                    408, f"fewer than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send the file again"
-                ) from None
-            if chunk is None:
-                break
+        """Join chunks into larger blocks, and yield the blocks."""
+        block = bytearray()
+        async for chunk in chunks:
             block += chunk
-            since += len(chunk)
-            if since >= _LEAST_BYTES:
-                since, deadline = 0, loop.time() + patience
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # the sender is not responsible for the time spent writing to disk
         if block:
             yield bytes(block)
 

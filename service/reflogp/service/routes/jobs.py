@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from reflogp.service.auth import requires
-from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
+from reflogp.service.bodies import JSON, body_schemas, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
 from reflogp.service.large_requests import content_length
 from reflogp.service.ledger import Ledger
@@ -46,10 +46,10 @@ def jobs_router(context: Context) -> APIRouter:
         response_model=Job,
         response_description="The queued job. The `Location` header contains the path of the job.",
         responses={
-            **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+            **documented(400, 401, 403, 404, 409, 413, 415, 422, 429, 503, 507),
             200: {"model": Job, "description": "The existing job, which was submitted earlier."},
         },
-        openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
+        openapi_extra=body_schemas("/v1/jobs", JobRequest, *DATASET_TYPES),
     )
     async def submit(
         request: Request,
@@ -228,4 +228,4 @@ def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int
         before = found.next_before
         if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
             rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
-            return PiecewiseResponse(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type="application/json")
+            return Response(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type=JSON)
