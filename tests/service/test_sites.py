@@ -294,8 +294,6 @@ def test_an_unexpected_error_has_safe_headers_too(tmp_path, monkeypatch):
         {"host": PROXIED, "origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},
         {"host": PROXIED, "origin": f"https://{PROXIED}:443"},
         {"origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},  # a proxy that names us by an address
-        {"origin": f"https://{PROXIED}", "x-forwarded-host": PROXIED},
-        {"origin": f"https://{PROXIED}", "x-forwarded-host": f"{PROXIED}, inner.example"},
         {"sec-fetch-site": "none"},
     ],
 )
