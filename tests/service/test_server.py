@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,9 @@ from reflogp.client import (
     RequestRefusedError,
     ServiceUnreachableError,
 )
+from reflogp.service.bodies import keys_of, sequences_of
 from reflogp.service.models import DatasetSpec
+from reflogp.service.problems import Problem
 from reflogp.store import Store, UsageError
 from tests.service.serving import float32, running, serving, settings_file, wait_until
 from tests.store.rows import REFERENCE, some_rows
@@ -259,6 +262,23 @@ HOSTILE = {
     "a long body": ({"content": bytes(100_001)}, 413),
     "an endless body": ({"content": (bytes(10_000) for _ in range(1000))}, 413),
 }
+
+
+def test_a_stream_with_any_one_byte_changed_is_refused_or_read():
+    """pyarrow ends the process for some of them, unless the kinds of the stream's messages are looked at before."""
+    lists = pa.array([[1, 2, 3], [4]], pa.list_(pa.int64()))
+    sequences = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
+    for body, decode in (
+        (keys_stream([b"k" * 16] * 3), lambda changed: keys_of(changed, 1_000)),
+        (sequences, lambda changed: sequences_of(changed, 1_000, 1_000)),
+    ):
+        read = 0
+        for at, value in itertools.product(range(len(body)), (0, 1, 0x7F, 0xFF)):
+            changed = bytearray(body)
+            changed[at] = value
+            with suppress(Problem):
+                read += len(decode(changed)) > 0
+        assert 0 < read < 4 * len(body)
 
 
 @pytest.mark.parametrize("what", HOSTILE)

@@ -217,6 +217,7 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
         if first.metadata.size > _MAX_SCHEMA_BYTES:
             step = "send only the required columns, without custom metadata"
             raise Problem(413, f"the stream's schema has more than {_MAX_SCHEMA_BYTES:,} bytes", step)
+        _require_kind(first, "schema")
         schema = pa.ipc.read_schema(first)
         check(schema)
         schema = schema.remove_metadata()
@@ -224,7 +225,8 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
         for number, message in enumerate(messages):
             if number >= _MAX_BATCHES:
                 raise Problem(413, f"the stream has more than {_MAX_BATCHES:,} record batches", "send fewer, larger batches")
-            if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
+            _require_kind(message, "record batch")
+            if _is_compressed(message.metadata.to_pybytes()):
                 raise Problem(422, "the stream's record batches are compressed", "send uncompressed record batches")
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
@@ -233,8 +235,13 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
                 raise Problem(413, f"the request has more than {max_rows:,} {what}", "split the request into several requests")
             if batch.num_rows:
                 yield batch
-    except (pa.ArrowException, StopIteration, EOFError, struct.error, OSError) as error:
+    except (pa.ArrowException, StopIteration, EOFError, struct.error, OSError, UnicodeDecodeError) as error:
         raise _not_arrow(what, error) from error
+
+
+def _require_kind(message: pa.ipc.Message, kind: str) -> None:
+    if message.type != kind:  # pyarrow would end the process by a segmentation fault for a schema of an unknown kind
+        raise pa.ArrowInvalid(f"a message is no {kind}")
 
 
 def _is_compressed(metadata: bytes) -> bool:
