@@ -8,7 +8,7 @@ allows the repository's files at every revision.
 
 If the URI of a dataset names a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-The time limit (setting fetch_seconds) does not interrupt a request to an object store or the Hub. The client libraries have
+The time limit (_FETCH_SECONDS) does not interrupt a request to an object store or the Hub. The client libraries have
 their own timeouts, so a fetch may take a few minutes longer than the limit.
 """
 
